@@ -1,0 +1,1 @@
+"""Algorithms as pure functions on tensors; `table` holds one row per algorithm."""

@@ -1,0 +1,1 @@
+"""Weights from trainer to rollouts, and run snapshots on disk."""

@@ -1,0 +1,445 @@
+"""Every Protocol of the system: read this file and you know how the parts meet.
+
+    Task -> AgentLoop(LLM) -> Episode -> Reward -> TransferQueue -> Plan -> TrainEngine -> CheckpointEngine -> RolloutEngine
+
+Adapters stand side by side in their rooms and implement these structurally; they never import each other, and only
+`assemble` knows their names. Each port has a fake in its room and a contract suite in tests/contracts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar
+
+from torch import Tensor
+
+from tandem.data_proto import DataProto
+from tandem.types import (
+    BatchRef,
+    Chunk,
+    Episode,
+    GenerateRequest,
+    GroupKey,
+    Json,
+    Key,
+    LossRef,
+    Message,
+    Metrics,
+    PolicyRef,
+    RewardResult,
+    Sample,
+    SamplingParams,
+    Stop,
+    Task,
+)
+
+Place = Literal["device", "host"]
+
+# ----------------------------------------------------------------------------------------------------- weights
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """Where a weight lives, in Hugging Face coordinates. tied_to: the name that owns the storage, if another does."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """All weights of a model and how this engine cuts them; `replicas` hold the same shards."""
+
+    specs: tuple[WeightSpec, ...]
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightShard:
+    """A block of one weight: `tensor` sits at `offsets` of the global weight `name` of shape `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+class WeightSource(Protocol):
+    """What a rollout engine loads from. shared: the engine already reads this storage, so nothing has to move."""
+
+    @property
+    def shared(self) -> bool: ...
+    def shards(self) -> Iterator[WeightShard]: ...
+
+
+# ----------------------------------------------------------------------------------------------------- engines
+
+
+class TrainEngine(Protocol):
+    """Holds a model and its optimiser. Calls block; a batch is whole rows with the columns that the call reads.
+
+    Every call reads token columns `tokens`, `mask` and the row column `temperature` (float32 [B], 0 counts as 1).
+    """
+
+    def forward(self, batch: DataProto, want: frozenset[str]) -> DataProto:
+        """No gradient. Returns the same rows (keys, lengths) with the wanted token columns only.
+
+        want: "logprobs" (float32 [N], of each masked token given those before it in its row, 0 elsewhere),
+        "entropy" (likewise). Raises ColumnError for anything that the engine cannot give.
+        """
+        ...
+
+    def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
+        """Adds the gradient of sum_t loss_weights[t] * loss[t] to the accumulated one, in micro-batches.
+
+        batch has `loss_weights` (float32 [N], aggregation and global denominators included: the engine never
+        normalises) and what the named loss reads. The second result holds `logprobs` of this pass.
+        """
+        ...
+
+    def step(self) -> Metrics:
+        """Clips, refuses a non-finite gradient (counted; NonFiniteError past the limit), updates, clears gradients."""
+        ...
+
+    def layout(self) -> WeightLayout: ...
+    def weight_shards(self) -> Iterator[WeightShard]: ...
+    def place(self, where: Place) -> None: ...
+
+    def save(self, path: Path) -> None:
+        """Everything that `load` needs to go on bit for bit, as files in the directory `path`."""
+        ...
+
+    def load(self, path: Path) -> None: ...
+
+
+class RolloutEngine(Protocol):
+    """Token in, token out.
+
+    capabilities: "batch_invariant" (a sample does not depend on its companions), "exact" (logprobs equal the trainer's
+    bit for bit), "keep_kv", "media", "lora": declared, and probed.
+    """
+
+    @property
+    def policy(self) -> PolicyRef: ...
+    @property
+    def capabilities(self) -> frozenset[str]: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Chunks in order, the last with `stop`. Raises EngineError at once for a request that cannot be served."""
+        ...
+
+    async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:
+        """New weights; caches of older policies are dropped; running requests go on under the new weights."""
+        ...
+
+    async def pause(self) -> None:
+        """After this returns no token is sampled until `resume`; running requests keep their place."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, keys: Collection[Key]) -> None:
+        """Ends these requests: each gives a last chunk with stop "abort", after the tokens it has. Unknown keys are fine."""
+        ...
+
+    async def place(self, where: Place) -> None: ...
+    async def close(self) -> None: ...
+
+
+class CheckpointEngine(Protocol):
+    """Moves weights from a TrainEngine to RolloutEngines."""
+
+    async def connect(self, train: TrainEngine, rollouts: Sequence[RolloutEngine]) -> None: ...
+
+    async def publish(self, policy: PolicyRef) -> Metrics:
+        """All rollouts hold the trainer's weights as `policy` when this returns: bytes, seconds, hash and probe agreed."""
+        ...
+
+
+# ------------------------------------------------------------------------------------------------------- queue
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """Who takes; a consumer that comes back after a crash has a higher incarnation, and its older leases are void."""
+
+    name: str
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Rows handed to one consumer until they are acknowledged."""
+
+    id: int
+    consumer: Consumer
+    ref: BatchRef
+
+
+class TransferQueue(Protocol):
+    """Rows are samples, columns are what stages add; a group is offered when all its places are filled or dropped.
+
+    A place is one episode (`Key.place`) and may be filled by several rows in one `put`.
+    """
+
+    async def reserve(self, group: GroupKey, n: int) -> None:
+        """Holds places (group, 0) to (group, n - 1), at admission; waits while the queue is full."""
+        ...
+
+    async def put(self, rows: DataProto) -> None:
+        """Fills reserved places. Raises QueueError for a place that is not reserved or filled already."""
+        ...
+
+    async def write(self, rows: DataProto) -> None:
+        """Adds columns to rows that are there, joined by key."""
+        ...
+
+    async def take(self, consumer: Consumer, columns: frozenset[str], n: int, *, window: int = 0) -> Lease:
+        """Waits for `n` whole groups that have `columns`, oldest admission first, and leases them.
+
+        window: how many incomplete groups older than a taken one may be passed over; 0 is strict admission order.
+        Rows of a lease are in key order. Raises StalledError when nothing moves for the queue's limit.
+        """
+        ...
+
+    async def get(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
+        """These columns of these rows, in the order of `keys`."""
+        ...
+
+    async def ack(self, lease: Lease) -> None:
+        """The rows are consumed; provisional until the next commit. Raises QueueError for a lease that is void."""
+        ...
+
+    async def drop(self, places: Collection[Key], reason: str) -> None:
+        """Frees places that will not be filled, or their rows; counted by reason. A group without rows disappears."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Writes what `restore` needs: every row and place that is not acknowledged (a leased row counts as not)."""
+        ...
+
+    async def commit(self, snapshot: str) -> None:
+        """The snapshot is durable: acknowledgements made before its `save` are final, their rows are let go."""
+        ...
+
+    async def restore(self, snapshot: str, directory: Path) -> None:
+        """To the state of that `save`; rows it had not seen acknowledged are offered again, leases are void."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """Depth, bytes, drops by reason since the last call."""
+        ...
+
+
+# ------------------------------------------------------------------------------- agents, environments, rewards
+
+
+class Renderer(Protocol):
+    """Turns messages into tokens, only ever the new ones: tokens that exist are never made again from text."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an assistant turn."""
+        ...
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()) -> tuple[int, ...]:
+        """A whole conversation and the header of the assistant turn that follows."""
+        ...
+
+    def following(
+        self, history: Sequence[Message], new: Sequence[Message], *, closed: bool, tools: Sequence[Mapping[str, Json]] = ()
+    ) -> tuple[int, ...] | None:
+        """The tokens between a sampled assistant turn (last of `history`) and the next: what closes it, then `new`,
+        then the next header.
+
+        closed: the turn's own tokens ended with a stop id, so that it is not written a second time. None where the
+        template does not extend its rendering of `history`: the sample branches there.
+        """
+        ...
+
+    def demonstration(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """A conversation to imitate: tokens, and a mask that is true on assistant turns with the stop id that ends them."""
+        ...
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """For people and rewards; special tokens left out."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An assistant turn as an agent sees it."""
+
+    message: Message
+    stop: Stop
+
+
+class LLM(Protocol):
+    """What an agent sees; it records tokens while it talks. One per episode."""
+
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Json]] = (), params: SamplingParams | None = None
+    ) -> Reply:
+        """The next assistant turn of this conversation, within what is left of the sample's token budget."""
+        ...
+
+    async def complete(self, tokens: Sequence[int], params: SamplingParams | None = None) -> tuple[tuple[int, ...], Stop]:
+        """Raw continuation of `tokens`, recorded as a sample of its own."""
+        ...
+
+    def samples(self) -> tuple[Sample, ...]:
+        """What was recorded: one sample, and one more for each branch."""
+        ...
+
+
+class AgentLoop(Protocol):
+    async def __call__(self, task: Task, llm: LLM, key: Key) -> Episode: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an environment answers: the messages that the agent sees next, and the reward of this step."""
+
+    messages: tuple[Message, ...]
+    reward: float = 0.0
+    done: bool = False
+    truncated: bool = False
+
+
+class Env(Protocol):
+    """One episode's world: single use, no reset. Sharing between episodes lives in whatever builds it."""
+
+    async def start(self) -> tuple[Message, ...]: ...
+    async def step(self, action: Message) -> StepResult: ...
+    async def close(self) -> None: ...
+
+
+class Reward(Protocol):
+    async def __call__(self, task: Task, group: Sequence[Episode]) -> Sequence[RewardResult]:
+        """One result an episode, in order; a judgement that could not be made is a failed result, never a 0."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one sandboxed program: seconds of CPU and wall time, bytes of memory, output and files."""
+
+    cpu_s: float = 5.0
+    wall_s: float = 10.0
+    memory_bytes: int = 512 << 20
+    output_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a sandboxed program ended; `limit` names the limit that ended it."""
+
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    limit: Literal["cpu", "wall", "memory", "output"] | None = None
+
+
+class Sandbox(Protocol):
+    async def run(self, program: Sequence[str], files: Mapping[str, str], limits: Limits) -> Outcome:
+        """Runs `program` (argv) in a fresh directory that holds `files`; nothing of it survives the call."""
+        ...
+
+
+# -------------------------------------------------------------------------------------------- single controller
+
+
+class Dispatch(Enum):
+    """How a Worker call's batch reaches the ranks."""
+
+    SPLIT = "split"
+    BROADCAST = "broadcast"
+    RANK_ZERO = "rank_zero"
+
+
+class Collect(Enum):
+    """How the ranks' results become one."""
+
+    CONCAT = "concat"
+    SUM = "sum"
+    FIRST = "first"
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+W = TypeVar("W")
+
+
+def register(dispatch: Dispatch, collect: Collect) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Marks a Worker's method as callable through a WorkerGroup; the method itself is unchanged."""
+
+    def mark(method: Callable[P, R]) -> Callable[P, R]:
+        method.__tandem_call__ = (dispatch, collect)  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+class WorkerGroup(Protocol):
+    """The ranks of one role. Results are of mergeable types: DataProto, BatchRef, Metrics, None."""
+
+    @property
+    def size(self) -> int: ...
+
+    async def call(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
+        """`await group.call(PolicyWorker.update, ref)`: dispatched and collected as the method is registered."""
+        ...
+
+    async def call_each(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """The same arguments to every rank; one result a rank, of any type."""
+        ...
+
+
+# ------------------------------------------------------------------------------------------------------ trainer
+
+
+class Learner(Protocol):
+    """The policy's WorkerGroup behind one call."""
+
+    async def update(self, batch: BatchRef) -> Metrics: ...
+
+
+class Source(Protocol):
+    """Where batches come from: rollouts, or a dataset."""
+
+    @property
+    def policy(self) -> PolicyRef: ...
+    def __aiter__(self) -> AsyncIterator[BatchRef]: ...
+
+    async def advance(self, policy: PolicyRef) -> Metrics:
+        """The batch was trained on: acknowledges its lease and opens the gate for `policy`."""
+        ...
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        """Around plan and update: where engines share hardware they are paused and placed here."""
+        ...
+
+    def state(self) -> dict[str, Json]: ...
+    def restore(self, state: Mapping[str, Json]) -> None: ...
+
+
+class Tracker(Protocol):
+    def log(self, metrics: Metrics, step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Dataset(Protocol):
+    """Tasks by position. Reading position i twice gives the same task; the sampler in trainer/ decides the order."""
+
+    @property
+    def name(self) -> str: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Task: ...

@@ -1,0 +1,1 @@
+"""The TransferQueue's back-ends."""

@@ -1,0 +1,1 @@
+"""Rollout engines and the session that records tokens."""

@@ -1,0 +1,1 @@
+"""WorkerGroups: the arms of the single controller."""

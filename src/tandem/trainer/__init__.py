@@ -1,0 +1,1 @@
+"""Schedule, gate, plan, sources and the one loop."""
