@@ -1,0 +1,130 @@
+"""What hardware there is: placement, dtypes, synchronisation, memory, collectives. The only file that asks.
+
+It does not move models or decide batch sizes, and it has no streams yet: nothing here overlaps copies with compute.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal
+
+import numpy as np
+import torch
+
+from tandem import __version__
+from tandem.errors import DeviceError
+
+Kind = Literal["cpu", "cuda", "npu"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COLLECTIVES: dict[Kind, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+def _accelerator(kind: Kind) -> ModuleType | None:
+    """torch.cuda or torch.npu where at least one such device answers."""
+    if kind == "npu":
+        if importlib.util.find_spec("torch_npu") is None:
+            return None
+        importlib.import_module("torch_npu")
+    module: ModuleType = getattr(torch, kind)
+    return module if module.is_available() and module.device_count() > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One place to put tensors. `index` counts devices of its kind; the CPU is index 0."""
+
+    kind: Kind
+    index: int = 0
+
+    @property
+    def torch(self) -> torch.device:
+        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
+
+    @property
+    def collectives(self) -> str:
+        """The torch.distributed back-end for tensors that live here."""
+        return _COLLECTIVES[self.kind]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype called `name` ("fp32", "bf16", "fp16"); DeviceError where this device does not compute in it."""
+        usable = [each for each, dtype in DTYPES.items() if self.supports(dtype)]
+        if name not in usable:
+            raise DeviceError(f"dtype {name!r} is not usable on {self.torch}; use one of: {', '.join(usable)}")
+        return DTYPES[name]
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """True where arithmetic in `dtype` is native; float16 on a CPU is emulated and far too slow."""
+        if self.kind == "cpu":
+            return dtype != torch.float16
+        module = _accelerator(self.kind)
+        return dtype != torch.bfloat16 or (module is not None and bool(module.is_bf16_supported()))
+
+    def synchronize(self) -> None:
+        """Waits until all work queued here is done."""
+        module = _accelerator(self.kind) if self.kind != "cpu" else None
+        if module is not None:
+            module.synchronize(self.index)
+
+    def memory(self) -> Memory:
+        """What is free and what there is; on the CPU, of the machine's main memory."""
+        module = _accelerator(self.kind) if self.kind != "cpu" else None
+        if module is not None:
+            free, total = module.mem_get_info(self.index)
+            return Memory(int(free), int(total))
+        page = os.sysconf("SC_PAGE_SIZE")
+        return Memory(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)
+
+
+def select(name: str = "auto") -> Device:
+    """The device called `name`: "auto" (an accelerator if there is one, else the CPU), "cpu", "cuda", "cuda:1", "npu".
+
+    Raises DeviceError for hardware that is not there and for a name that means none.
+    """
+    kinds: tuple[Kind, ...] = ("cuda", "npu", "cpu")
+    if name == "auto":
+        return next(Device(kind) for kind in kinds if kind == "cpu" or _accelerator(kind) is not None)
+    base, colon, number = name.partition(":")
+    known: dict[str, Kind] = {kind: kind for kind in kinds}
+    kind = known.get(base)
+    if kind is None or (colon and (kind == "cpu" or not number.isdecimal())):
+        raise DeviceError(f"device {name!r} is not known; use auto, cpu, cuda, cuda:N, npu or npu:N")
+    index = int(number or 0)
+    if kind != "cpu":
+        module = _accelerator(kind)
+        found = 0 if module is None else int(module.device_count())
+        if index >= found:
+            raise DeviceError(f"{name} asked for, {found or 'none'} found; use device=cpu" + (f" or {kind}:0" if found else ""))
+    return Device(kind, index)
+
+
+def configure_threads(count: int = 0) -> int:
+    """Sets how many threads one CPU operation may use (0 keeps torch's own choice); returns the number in force."""
+    if count < 0:
+        raise DeviceError(f"threads={count} is negative; use 0 for torch's own choice, or the number of cores to use")
+    if count:
+        torch.set_num_threads(count)
+    return torch.get_num_threads()
+
+
+def fingerprint() -> dict[str, str]:
+    """What the bits of a CPU run depend on besides its recipe: versions, instruction set, threads."""
+    return {
+        "tandem": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+from tandem.faults import crash_point
+for turn in range(3):
+    crash_point("door")
+    print("door", turn, flush=True)
+    crash_point("window")
+"""
+
+
+def run(crash_at: str | None) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TANDEM_CRASH_AT"}
+    if crash_at is not None:
+        environment["TANDEM_CRASH_AT"] = crash_at
+    return subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(("crash_at", "printed"), [("door", 0), ("window", 1), ("door:2", 1), ("window:3", 3)])
+def test_dies_at_the_named_point_the_named_time(crash_at: str, printed: int) -> None:
+    done = run(crash_at)
+    assert done.returncode == -signal.SIGKILL
+    assert len(done.stdout.splitlines()) == printed
+
+
+@pytest.mark.parametrize("crash_at", [None, "elsewhere", "door:4"])
+def test_lives_otherwise(crash_at: str | None) -> None:
+    done = run(crash_at)
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 3)
