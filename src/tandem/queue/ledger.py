@@ -1,0 +1,289 @@
+"""The book-keeping of a TransferQueue: which places exist, which rows fill them, who holds what.
+
+A Ledger never waits and knows nothing of tasks or clocks: a back-end (memory.py) calls it and adds the waiting. Every
+method checks first and changes afterwards, so that a call that raises has changed nothing.
+
+Life of a group:   reserve -> open places -> put or drop each -> complete -> lease -> ack (gone)
+                                                                      ^        |
+                                                                      `- void -'  (newer incarnation, restore)
+
+Invariants: ordinals of a space are reserved in rising order and never twice, so a row that is gone cannot come back
+except by `restore`; a group is in at most one lease; `_blocks` names exactly the rows that are there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from tandem.data_proto import DataProto
+from tandem.errors import QueueError, SnapshotError
+from tandem.faults import crash_point
+from tandem.ports import Consumer, Lease
+from tandem.types import GroupKey, Key, Metrics
+
+_FORMAT = 1
+_STATE = "queue.json"
+
+
+@dataclass(slots=True)
+class _Group:
+    """open: places that are reserved and neither filled nor dropped. rows: keys that are there. lease: its id."""
+
+    open: set[Key]
+    rows: set[Key] = field(default_factory=set[Key])
+    lease: int | None = None
+
+
+class Ledger:
+    """See the module's docstring. Rows live in blocks as they were put, or as they were leased together."""
+
+    def __init__(self) -> None:
+        self._groups: dict[GroupKey, _Group] = {}  # in admission order
+        self._blocks: dict[Key, DataProto] = {}
+        self._leases: dict[int, Lease] = {}
+        self._next_lease = 0
+        self._fences: dict[str, int] = {}  # consumer's name -> its newest incarnation
+        self._last: dict[str, int] = {}  # space -> highest ordinal ever reserved
+        self._drops: Counter[str] = Counter()
+
+    # ----------------------------------------------------------------------------------------------- rows
+
+    def reserve(self, group: GroupKey, n: int) -> None:
+        if n < 1:
+            raise QueueError(f"group {group} reserves {n} places; it needs at least one")
+        last = self._last.get(group.space, -1)
+        if group.ordinal <= last:
+            raise QueueError(
+                f"group {group} is reserved after {group.space}:{last}: ordinals of a space only rise, so no sample comes twice"
+            )
+        self._last[group.space] = group.ordinal
+        self._groups[group] = _Group(open={Key(*group, member) for member in range(n)})
+
+    def put(self, rows: DataProto) -> None:
+        for key in rows.keys:
+            group = self._groups.get(key.group)
+            if group is None or key.place not in group.open:
+                filled = group is not None and any(row.place == key.place for row in group.rows)
+                why = "is filled already" if filled else "is not reserved (never admitted, dropped or consumed)"
+                raise QueueError(f"row {key} cannot be put: its place {key.place} {why}")
+        rows = replace(rows, meta_info={})  # facts about a batch are not facts about its rows
+        for key in rows.keys:
+            group = self._groups[key.group]
+            group.open.discard(key.place)
+            group.rows.add(key)
+            self._blocks[key] = rows
+
+    def write(self, rows: DataProto) -> None:
+        self._check_known(rows.keys, f"columns {sorted(rows.columns)} cannot be written")
+        written = set(rows.keys)
+        merged: list[DataProto] = []
+        for block in self._blocks_of(rows.keys):
+            touched = [key for key in block.keys if key in written]
+            rest = [key for key in block.keys if key not in written]
+            merged.append(block.by_keys(touched).join(rows))
+            if rest:
+                merged.append(block.by_keys(rest))
+        self._store(merged)
+
+    def get(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
+        self._check_known(keys, f"columns {sorted(columns)} cannot be read")
+        return self._gather(keys, columns)
+
+    def drop(self, places: Collection[Key], reason: str) -> None:
+        gone: dict[Key, set[Key]] = {}
+        for place in places:
+            group = self._groups.get(place.group)
+            rows = {row for row in group.rows if row.place == place} if group else set[Key]()
+            if group is None or not (rows or place in group.open):
+                raise QueueError(f"place {place} cannot be dropped ({reason}): it is not reserved, or was dropped or consumed")
+            gone[place] = rows
+        self._forget({row for rows in gone.values() for row in rows})
+        for place, rows in gone.items():
+            group = self._groups[place.group]
+            group.open.discard(place)
+            group.rows -= rows
+            self._drops[reason] += 1
+            if not group.open and not group.rows:
+                del self._groups[place.group]
+
+    def _check_known(self, keys: Iterable[Key], what: str) -> None:
+        for key in keys:
+            if key not in self._blocks:
+                raise QueueError(f"{what}: row {key} is not in the queue (never put, dropped or consumed)")
+
+    def _blocks_of(self, keys: Iterable[Key]) -> list[DataProto]:
+        """The blocks that hold these rows, each once, in the order of `keys`."""
+        return list({id(block): block for block in (self._blocks[key] for key in keys)}.values())
+
+    def _store(self, blocks: Iterable[DataProto]) -> None:
+        self._blocks.update({key: block for block in blocks for key in block.keys})
+
+    def _forget(self, keys: set[Key]) -> None:
+        for block in self._blocks_of(keys):
+            if rest := [key for key in block.keys if key not in keys]:
+                self._store([block.by_keys(rest)])
+        for key in keys:
+            del self._blocks[key]
+
+    def _gather(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
+        """Shares the block where `keys` are exactly its rows; copies otherwise."""
+        blocks = self._blocks_of(keys)
+        parts = [block.by_keys([key for key in keys if self._blocks[key] is block]).only(columns) for block in blocks]
+        return (parts[0] if len(parts) == 1 else DataProto.concat(parts)).by_keys(keys)
+
+    # --------------------------------------------------------------------------------------------- leases
+
+    def fence(self, consumer: Consumer) -> None:
+        """Voids the leases of older incarnations of this consumer. Raises QueueError for one that is itself older."""
+        newest = self._fences.get(consumer.name, consumer.incarnation)
+        if consumer.incarnation < newest:
+            raise QueueError(
+                f"consumer {consumer.name!r} of incarnation {consumer.incarnation} may not take: incarnation {newest} took over"
+            )
+        self._fences[consumer.name] = consumer.incarnation
+        for lease in list(self._leases.values()):
+            if lease.consumer.name == consumer.name and lease.consumer.incarnation < consumer.incarnation:
+                self._release(lease)
+
+    def lease(self, consumer: Consumer, columns: frozenset[str], n: int, window: int) -> Lease | None:
+        """The `n` oldest whole groups that have `columns`, or None while there are not so many."""
+        ready = self._ready(columns, n, window)
+        if ready is None:
+            return None
+        keys = sorted(key for group in ready for key in self._groups[group].rows)
+        blocks = self._blocks_of(keys)
+        common = frozenset[str].intersection(*(block.columns for block in blocks))
+        rows = self._gather(keys, common)
+        if all(block.columns == common for block in blocks):
+            self._store([rows])  # from here on, reading the lease's rows copies nothing
+            self._store(block.by_keys(rest) for block in blocks if (rest := [key for key in block.keys if key.group not in ready]))
+        lease = Lease(self._next_lease, consumer, rows.ref())
+        self._next_lease += 1
+        self._leases[lease.id] = lease
+        for group in ready:
+            self._groups[group].lease = lease.id
+        return lease
+
+    def _ready(self, columns: frozenset[str], n: int, window: int) -> set[GroupKey] | None:
+        ready: set[GroupKey] = set()
+        passed = 0
+        for key, group in self._groups.items():
+            if group.lease is not None:
+                continue
+            if self._complete(group, columns):
+                ready.add(key)
+                if len(ready) == n:
+                    return ready
+            else:
+                passed += 1
+                if passed > window:
+                    return None
+        return None
+
+    def _complete(self, group: _Group, columns: frozenset[str]) -> bool:
+        return not group.open and all(columns <= self._blocks[key].columns for key in group.rows)
+
+    def ack(self, lease: Lease) -> None:
+        if self._leases.get(lease.id) != lease:
+            raise QueueError(
+                f"lease {lease.id} of consumer {lease.consumer.name!r} (incarnation {lease.consumer.incarnation}) is void: "
+                f"it was acknowledged before, a newer incarnation took over, or the queue was restored"
+            )
+        groups = [key for key, group in self._groups.items() if group.lease == lease.id]
+        self._forget({row for key in groups for row in self._groups[key].rows})
+        for key in groups:
+            del self._groups[key]
+        del self._leases[lease.id]
+
+    def _release(self, lease: Lease) -> None:
+        del self._leases[lease.id]
+        for group in self._groups.values():
+            if group.lease == lease.id:
+                group.lease = None
+
+    # -------------------------------------------------------------------------------------------- looking
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    def describe(self, columns: frozenset[str]) -> str:
+        """What a consumer that waits for `columns` has before it, for an error message."""
+        free = {key: group for key, group in self._groups.items() if group.lease is None}
+        unfilled = [f"{key} ({len(group.open)} places open)" for key, group in free.items() if group.open]
+        incomplete = {
+            key: columns - frozenset[str].intersection(*(self._blocks[row].columns for row in group.rows))
+            for key, group in free.items()
+            if not group.open and not self._complete(group, columns)
+        }
+        lacking = [f"{key} (without {', '.join(sorted(names))})" for key, names in incomplete.items()]
+        parts = [f"{len(free) - len(unfilled) - len(lacking)} groups are complete", f"{len(self._groups) - len(free)} leased"]
+        for label, names in (("not filled", unfilled), ("without columns", lacking)):
+            if names:
+                parts.append(f"{len(names)} {label}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")
+        return "; ".join(parts)
+
+    def metrics(self) -> Metrics:
+        blocks = self._blocks_of(self._blocks)
+        drops, self._drops = self._drops, Counter()
+        depth = {
+            "groups": len(self._groups),
+            "rows": len(self._blocks),
+            "open_places": sum(len(group.open) for group in self._groups.values()),
+            "bytes": sum(tensor.nbytes for block in blocks for tensor in block.batch.values()),
+        }
+        return Metrics.mean(depth) + Metrics.sum({f"dropped/{reason}": count for reason, count in drops.items()})
+
+    # ------------------------------------------------------------------------------------------ snapshots
+
+    def save(self, directory: Path) -> None:
+        """One file a block and `queue.json`; leases are not saved, so their rows count as not acknowledged."""
+        crash_point("queue.before_save")
+        directory.mkdir(parents=True, exist_ok=True)
+        blocks = self._blocks_of(self._blocks)
+        for i, block in enumerate(blocks):
+            block.save(directory / f"rows-{i:05d}.pt")
+        crash_point("queue.in_save")
+        state = {
+            "format": _FORMAT,
+            "blocks": len(blocks),
+            "groups": [
+                {"space": key.space, "ordinal": key.ordinal, "open": [str(place) for place in sorted(group.open)]}
+                for key, group in self._groups.items()
+            ],
+            "last": self._last,
+            "next_lease": self._next_lease,
+            "fences": self._fences,
+            "drops": self._drops,
+        }
+        (directory / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        crash_point("queue.after_save")
+
+    def restore(self, directory: Path) -> None:
+        try:
+            state = cast("dict[str, Any]", json.loads((directory / _STATE).read_text(encoding="utf-8")))
+            if state["format"] != _FORMAT:
+                raise SnapshotError(f"{directory / _STATE} has format {state['format']}, this version reads {_FORMAT}")
+            blocks = [DataProto.load(directory / f"rows-{i:05d}.pt") for i in range(state["blocks"])]
+        except (OSError, ValueError, KeyError) as problem:
+            if isinstance(problem, SnapshotError):
+                raise
+            raise SnapshotError(f"the queue cannot be restored from {directory}: {problem}; use an older snapshot") from problem
+        self._groups = {
+            GroupKey(saved["space"], saved["ordinal"]): _Group({Key.parse(text) for text in saved["open"]})
+            for saved in state["groups"]
+        }
+        self._blocks = {}
+        self._store(blocks)
+        for key in self._blocks:
+            self._groups[key.group].rows.add(key)
+        self._leases = {}
+        self._next_lease = max(self._next_lease, state["next_lease"])
+        self._last = state["last"]
+        self._fences = state["fences"]
+        self._drops = Counter(cast("Mapping[str, int]", state["drops"]))

@@ -1,0 +1,137 @@
+"""The TransferQueue of one process: rows stay where they are, and the calls hand out references to them.
+
+Waiting is pushed, not polled: whoever changes the queue wakes those who wait. Acknowledged rows are let go at once,
+since a save holds whole rows and does not need the queue to keep them; `commit` therefore has nothing to do. It does
+not outlive its process except through `save`, which the snapshot store makes atomic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from tandem.data_proto import DataProto
+from tandem.errors import QueueError, StalledError
+from tandem.ports import Consumer, Lease
+from tandem.queue.ledger import Ledger
+from tandem.types import GroupKey, Key, Metrics
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MemoryQueueConfig:
+    """max_groups: groups that may be in the queue at once, leased ones included; `reserve` waits for room.
+    stall_limit_s: how long `take` and `reserve` wait while nothing at all changes; longer than the slowest group takes.
+    """
+
+    max_groups: int = 4096
+    stall_limit_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.max_groups < 1:
+            raise ValueError(f"max_groups must be at least 1, got {self.max_groups}")
+        if not self.stall_limit_s >= 0:
+            raise ValueError(f"stall_limit_s must not be negative, got {self.stall_limit_s}")
+
+
+class MemoryQueue:
+    """Implements ports.TransferQueue; see the module's docstring."""
+
+    def __init__(self, config: MemoryQueueConfig | None = None) -> None:
+        self._config = config or MemoryQueueConfig()
+        self._ledger = Ledger()
+        self._changed = asyncio.Condition()
+        self._last_change_s = 0.0
+
+    async def reserve(self, group: GroupKey, n: int) -> None:
+        def room() -> bool | None:
+            return True if self._ledger.num_groups < self._config.max_groups else None
+
+        async with self._changing():
+            await self._wait(room, lambda: f"group {group} waits for room in the queue (max_groups {self._config.max_groups})")
+            self._ledger.reserve(group, n)
+
+    async def put(self, rows: DataProto) -> None:
+        async with self._changing():
+            self._ledger.put(rows)
+
+    async def write(self, rows: DataProto) -> None:
+        async with self._changing():
+            self._ledger.write(rows)
+
+    async def take(self, consumer: Consumer, columns: frozenset[str], n: int, *, window: int = 0) -> Lease:
+        if not 1 <= n <= self._config.max_groups:
+            raise QueueError(f"consumer {consumer.name!r} asks for {n} groups of a queue that holds {self._config.max_groups}")
+        if window < 0:
+            raise QueueError(f"consumer {consumer.name!r} asks for a window of {window} groups; it starts at 0")
+
+        def lease() -> Lease | None:
+            self._ledger.fence(consumer)
+            return self._ledger.lease(consumer, columns, n, window)
+
+        async with self._changing():
+            return await self._wait(
+                lease,
+                lambda: (
+                    f"consumer {consumer.name!r} (incarnation {consumer.incarnation}) waits for {n} whole groups "
+                    f"with columns {', '.join(sorted(columns))}"
+                ),
+                columns,
+            )
+
+    async def get(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
+        return self._ledger.get(keys, columns)
+
+    async def ack(self, lease: Lease) -> None:
+        async with self._changing():
+            self._ledger.ack(lease)
+
+    async def drop(self, places: Collection[Key], reason: str) -> None:
+        async with self._changing():
+            self._ledger.drop(places, reason)
+
+    async def save(self, directory: Path) -> None:
+        """Blocks while it writes, and gives way to no other task between the write and its return."""
+        async with self._changed:
+            self._ledger.save(directory)
+
+    async def commit(self, snapshot: str) -> None:
+        """Nothing to let go: see the module's docstring."""
+
+    async def restore(self, snapshot: str, directory: Path) -> None:
+        async with self._changing():
+            self._ledger.restore(directory)
+
+    def metrics(self) -> Metrics:
+        return self._ledger.metrics()
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncGenerator[None]:
+        """Around a call that changes the queue: alone while it runs, and everybody who waits looks again after it."""
+        async with self._changed:
+            yield
+            self._last_change_s = asyncio.get_running_loop().time()
+            self._changed.notify_all()
+
+    async def _wait(self, look: Callable[[], T | None], who: Callable[[], str], columns: frozenset[str] = frozenset()) -> T:
+        """Until `look` finds something. Raises StalledError after `stall_limit_s` in which nothing changed."""
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        while (found := look()) is None:
+            left_s = max(began_s, self._last_change_s) + self._config.stall_limit_s - clock()
+            if left_s <= 0:
+                raise StalledError(
+                    f"{who()} and nothing changed for {self._config.stall_limit_s:g} s: {self._ledger.describe(columns)}. "
+                    f"Look at who fills or consumes these groups, or raise stall_limit_s if they are merely slow"
+                )
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+        return found
