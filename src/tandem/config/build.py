@@ -1,0 +1,188 @@
+"""Builds a value of a schema from what was written, and reports every problem on the way.
+
+The structure (sections, lists, mappings, merging, origins) is ours; what a single scalar may be is pydantic's strict JSON
+mode. A section with a problem inside is not made, so its own check does not run until that is mended.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, is_dataclass
+from functools import cache
+from typing import Any, Literal, cast, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+
+from tandem.config import schema as schemas
+from tandem.config.document import Node, Origin
+from tandem.config.schema import describe, join
+
+_INVALID: Any = object()  # stands for a value whose problem has been reported
+
+
+class Builder:
+    """Builds from layers (the file, then each override, later ones win); fills `problems` and `origins`.
+
+    complete: False where the file could not be read, so that what is missing may stand there. known: leaves of the whole
+    schema, for advice on unknown keys.
+    """
+
+    def __init__(self, problems: list[str], *, source: Origin, complete: bool, known: Iterable[str]) -> None:
+        self.problems = problems
+        self.origins: dict[str, Origin] = {}
+        self._source = source
+        self._complete = complete
+        self._elsewhere = {leaf.rsplit(".", 1)[-1]: leaf for leaf in reversed(tuple(known))}
+
+    def build(self, schema: Any, layers: Sequence[Node], path: str, base: Any = None) -> Any:
+        """`layers` are what is written at `path`; `base` is the section that fills what is not written."""
+        schema, optional = schemas.without_none(schema)
+        nulls = [index for index, layer in enumerate(layers) if layer.value is None]
+        if optional and nulls:
+            if nulls[-1] == len(layers) - 1:
+                return self._found(path, layers[-1], None)
+            layers, base = layers[nulls[-1] + 1 :], None
+        if is_dataclass(schema):
+            return self._section(cast("type[Any]", schema), layers, path, base)
+        if get_origin(schema) in (dict, Mapping):
+            return self._mapping(get_args(schema)[1], layers, path)
+        if get_origin(schema) in (tuple, list):
+            return self._sequence(schema, layers[-1], path)
+        if schemas.is_open(schema):
+            return self._anything(layers, path)
+        return self._scalar(schema, layers[-1], path)
+
+    # -------------------------------------------------------------------------------------------------- sections
+
+    def _section(self, schema: type[Any], layers: Sequence[Node], path: str, base: Any) -> Any:
+        hints, extra = schemas.hints(schema), schemas.extra(schema)
+        before = len(self.problems)
+        given = [self._entries(schema, layer, path) for layer in layers]
+        invalid = len(self.problems) > before
+        values: dict[str, Any] = {}
+        for field in schemas.settable(schema):
+            leaf = join(path, field.name)
+            default = schemas.default(field) if base is None else getattr(base, field.name)
+            found = [entries[field.name] for entries in given if field.name in entries]
+            if extra is not None and field.name == extra:
+                found, leaf = [node for node in (self._free(entries, hints, extra, path) for entries in given) if node], path
+            if found:
+                values[field.name] = self.build(hints[field.name], found, leaf, default if is_dataclass(default) else None)
+            elif default is not MISSING:
+                values[field.name] = default
+            elif is_dataclass(hints[field.name]) and not invalid:
+                values[field.name] = self.build(hints[field.name], (), leaf)
+            else:
+                values[field.name] = _INVALID
+                if self._complete and not invalid:
+                    position = layers[0].origin if path and layers else self._source
+                    self.problems.append(f"{position}: {leaf} is required and has no default: {describe(hints[field.name])}")
+        if extra is None:
+            for entries in given:
+                self._unknown({key: node for key, node in entries.items() if key not in hints}, hints, path)
+        if invalid or any(value is _INVALID for value in values.values()):
+            return _INVALID
+        try:
+            return schema(**values)
+        except ValueError as error:
+            message = " ".join(str(error).split())
+            self.problems.append(f"{self._blame(message, path, layers)}: {path + ': ' if path else ''}{message}")
+            return _INVALID
+
+    def _entries(self, schema: type[Any], layer: Node, path: str) -> dict[str, Node]:
+        """The layer as a mapping of this section's keys; empty, with a problem, where it is none."""
+        if layer.entries is not None:
+            return layer.entries
+        shorthand = schemas.shorthand(schema)
+        if shorthand and layer.value is not None and layer.items is None:
+            return {shorthand: layer}
+        if path or layer.value is not None:
+            keys = ", ".join(schemas.hints(schema))
+            self.problems.append(f"{layer.origin}: {path or 'a recipe'} is a section with the keys {keys}; got {layer}")
+        return {}
+
+    def _free(self, entries: Mapping[str, Node], names: Mapping[str, Any], extra: str, path: str) -> Node | None:
+        """What one layer says for the EXTRA field, under the field's own name or beside the other fields."""
+        own = entries.get(extra)
+        if own is not None and own.entries is None:
+            return own
+        inside = own.entries or {} if own is not None else {}
+        for key in inside.keys() & names.keys():
+            self.problems.append(
+                f"{inside[key].origin}: {join(path, key)} is a key of its own; take it out of {join(path, extra)!r}"
+            )
+        free = inside | {key: node for key, node in entries.items() if key not in names}
+        return Node(free, next(iter(free.values())).origin) if free else None
+
+    # ---------------------------------------------------------------------------------------------- other values
+
+    def _found(self, path: str, node: Node, value: Any) -> Any:
+        self.origins[path] = node.origin
+        return value
+
+    def _sequence(self, schema: Any, node: Node, path: str) -> Any:
+        kinds, items = get_args(schema), node.items
+        if kinds[-1] is Ellipsis or get_origin(schema) is list:
+            kinds = kinds[:1] * len(items or ())
+        if items is None or len(items) != len(kinds):
+            return self._mismatch(schema, node, path)
+        values = [
+            self.build(kind, (item,), join(path, str(index))) for index, (kind, item) in enumerate(zip(kinds, items, strict=True))
+        ]
+        return _INVALID if any(value is _INVALID for value in values) else self._found(path, node, get_origin(schema)(values))
+
+    def _mapping(self, schema: Any, layers: Sequence[Node], path: str) -> Any:
+        merged: dict[str, list[Node]] = {}
+        for layer in layers:
+            if layer.entries is None:
+                return self._mismatch(dict[str, schema], layer, path)
+            for key, node in layer.entries.items():
+                merged.setdefault(key, []).append(node)
+        values = {key: self.build(schema, nodes, join(path, key)) for key, nodes in merged.items()}
+        return _INVALID if any(value is _INVALID for value in values.values()) else self._found(path, layers[-1], values)
+
+    def _anything(self, layers: Sequence[Node], path: str) -> Any:
+        if layers[-1].entries is None:
+            return self._found(path, layers[-1], layers[-1].plain())
+        others = [index for index, layer in enumerate(layers) if layer.entries is None]
+        return self._mapping(Any, layers[others[-1] + 1 if others else 0 :], path)
+
+    def _scalar(self, schema: Any, node: Node, path: str) -> Any:
+        for candidate in (node.plain(), *(() if node.text is None else (node.text,))):
+            try:
+                value = _adapter(schema).validate_json(json.dumps(candidate), strict=True)
+            except ValidationError:
+                continue
+            return self._found(path, node, value)
+        return self._mismatch(schema, node, path)
+
+    # ------------------------------------------------------------------------------------------------- reporting
+
+    def _mismatch(self, schema: Any, node: Node, path: str) -> Any:
+        choices = [str(choice) for choice in get_args(schema)] if get_origin(schema) is Literal else []
+        near = difflib.get_close_matches(str(node.value), choices, n=1)
+        advice = f"; did you mean {near[0]!r}?" if near else ""
+        if schema is str and isinstance(node.value, bool | int | float):
+            advice = "; put it in quotes"
+        self.problems.append(f"{node.origin}: {path}: expected {describe(schema)}, got {node}{advice}")
+        return _INVALID
+
+    def _unknown(self, nodes: Mapping[str, Node], names: Mapping[str, Any], path: str) -> None:
+        for key, node in nodes.items():
+            near = [join(path, name) for name in difflib.get_close_matches(key, names, n=1)]
+            near += [self._elsewhere[name] for name in difflib.get_close_matches(key, self._elsewhere, n=1)]
+            advice = f"did you mean {near[0]!r}?" if near else f"{path or 'a recipe'} has {', '.join(names)}"
+            self.problems.append(f"{node.origin}: unknown key {join(path, key)!r}; {advice}")
+
+    def _blame(self, message: str, path: str, layers: Sequence[Node]) -> Origin:
+        """The position of the first key that a section's own check names, else that of the section."""
+        named = (self.origins.get(join(path, word)) for word in re.findall(r"\w+", message))
+        return next((origin for origin in named if origin), layers[-1].origin if path and layers else self._source)
+
+
+@cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
