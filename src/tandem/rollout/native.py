@@ -1,0 +1,253 @@
+"""The native rollout engine: continuous batching over the slots of a KV cache, on the decoder that training uses.
+
+Running requests sit in slots 0 to n - 1 without gaps, so a step costs what its live rows cost. One step:
+
+    seat     waiting requests take the places of those that ended, the last rows move into places still open
+    fill     keys and values of all tokens but the last are written for new rows; requests with equal prompts share
+             one prefill, also with a request that is running already
+    decode   every row's last token goes through the decoder, and the next is sampled from what comes out
+    deliver  chunks of rows that ended or have `chunk_tokens` undelivered tokens
+
+The decoder, its heads and its numerics come from models/, so logprobs equal the trainer's bit for bit where the
+start-up probe says so. It does not page its cache, and it runs on the CPU.
+
+Legend: n live rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.errors import ConfigError
+from tandem.models.decoder import Decoder, KVCache
+from tandem.models.heads import next_logprobs
+from tandem.ports import Place, WeightSource
+from tandem.rollout.randomness import base, uniforms
+from tandem.rollout.sampling import Choices, sample
+from tandem.rollout.stepping import SteppingEngine, Stream
+from tandem.rollout.weights import copy_shards
+from tandem.types import PolicyRef
+
+
+@dataclass(frozen=True)
+class NativeConfig:
+    """slots: requests that run at once. max_context: tokens of one row, prompt and answer together.
+
+    chunk_tokens: tokens that gather before a consumer hears of them (stop strings are looked for at every token).
+    prefill_tokens: padded tokens of one prefill call at most, unless a single row has more.
+    """
+
+    slots: int = 64
+    max_context: int = 1024
+    chunk_tokens: int = 16
+    prefill_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "max_context", "chunk_tokens", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class NativeEngine(SteppingEngine):
+    """Implements ports.RolloutEngine. text: tokens to text, for stop strings. exact: what the start-up probe found.
+
+    After `load_weights` and after `place("device")` the keys and values of running requests are computed again under
+    the weights held then, from their prompts and the tokens sampled so far: a stale cache is never used. Weights that
+    are shared with a trainer change when the trainer's do, so pause the engine around the update.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        text: Callable[[Sequence[int]], str],
+        config: NativeConfig,
+        *,
+        exact: bool,
+        policy: PolicyRef | None = None,
+    ) -> None:
+        if config.max_context > decoder.config.max_positions:
+            raise ConfigError(
+                f"max_context {config.max_context} is more than the model's {decoder.config.max_positions} positions; lower it"
+            )
+        sizes = {"vocab_size": decoder.config.vocab_size, "max_context": config.max_context}
+        super().__init__(text, **sizes, policy=policy or PolicyRef())
+        self.config = config
+        self._decoder, self._exact = decoder, exact
+        self._cache: KVCache | None = None
+        self._seats: list[Stream | None] = []  # slot -> request; None where one ended since the last step
+        self._slot_of: dict[Stream, int] = {}
+        self._table = _slot_table(config)
+        self._stop_ids = np.full((config.slots, 1), -1, np.int64)
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({"batch_invariant", "exact"} if self._exact else ())
+
+    async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:
+        self._deliver_all()
+        if not source.shared:
+            copy_shards(self._decoder, source.shards())
+        self._policy = policy
+        self._cache = None
+
+    async def place(self, where: Place) -> None:
+        """On the host the cache is freed; weights stay, since they may be the trainer's."""
+        await super().place(where)
+        if where == "host":
+            self._cache = None
+
+    # ------------------------------------------------------------------------------------------------- one step
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        new = self._seat()
+        if self._cache is None:
+            self._cache = KVCache(self._decoder.config, self.config.slots, self.config.max_context, self._decoder.dtype)
+            new = list(range(len(self._seats)))
+        self._fill(self._cache, new)
+        rows = self._table[: len(self._seats)]
+        hidden = self._decoder.decode(torch.from_numpy(rows["token"]), torch.from_numpy(rows["position"]), self._cache)
+        logprobs = next_logprobs(self._decoder, hidden, torch.from_numpy(rows["temperature"]))
+        draws = torch.from_numpy(uniforms(rows["base"], rows["position"] + 1))
+        tokens, chosen = sample(logprobs, draws, Choices(*(torch.from_numpy(rows[name]) for name in _CHOICES)))
+        self._record(rows, tokens.numpy(), chosen.numpy())
+
+    def _seat(self) -> list[int]:
+        """Closes the gaps, with waiting requests first and then with the last rows; returns the slots of new requests."""
+        seats, new = self._seats, list[int]()
+        gaps = [slot for slot, stream in enumerate(seats) if stream is None]
+        while self._waiting and (gaps or len(seats) < self.config.slots):
+            stream, _ = self._waiting.popitem(last=False)
+            if not gaps:
+                gaps.append(len(seats))
+                seats.append(None)
+            new.append(gaps.pop(0))
+            self._take(new[-1], stream)
+        num = len(self._slot_of)
+        targets = [slot for slot in gaps if slot < num]
+        sources = [slot for slot in range(num, len(seats)) if seats[slot] is not None]
+        if sources:
+            if self._cache is not None:
+                written = int(self._table["position"][sources].max())
+                self._cache.copy(torch.tensor(sources), torch.tensor(targets), written)
+            self._table[targets], self._stop_ids[targets] = self._table[sources], self._stop_ids[sources]
+            for source, target in zip(sources, targets, strict=True):
+                stream = seats[target] = seats[source]
+                assert stream is not None
+                self._slot_of[stream] = target
+        del seats[num:]
+        return new
+
+    def _take(self, slot: int, stream: Stream) -> None:
+        params, position = stream.request.params, len(stream.tokens) - 1
+        self._seats[slot], self._slot_of[stream] = stream, slot
+        row = self._table[slot]
+        row["token"], row["position"], row["left"], row["unsent"] = stream.tokens[-1], position, stream.left, 0
+        row["due"] = 1 if params.stop else self.config.chunk_tokens
+        row["base"] = base(stream.request.seed, stream.request.key, stream.request.turn)
+        row["temperature"], row["greedy"] = params.temperature, params.temperature == 0
+        row["top_p"], row["top_k"], row["min_p"] = params.top_p, params.top_k, params.min_p
+        num = len(params.stop_ids)
+        if num > self._stop_ids.shape[1]:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, num - self._stop_ids.shape[1])), constant_values=-1)
+        self._stop_ids[slot] = -1
+        self._stop_ids[slot, :num] = params.stop_ids
+
+    def _fill(self, cache: KVCache, slots: list[int]) -> None:
+        """Writes keys and values of all tokens but the last of the requests in `slots`; the others are written."""
+        if not slots:
+            return
+        inside = set(slots)
+        owners = {stream.prompt: slot for slot, stream in enumerate(self._seats) if stream is not None and slot not in inside}
+        read: list[int] = []
+        copies: list[tuple[int, int, int]] = []
+        for slot in slots:
+            stream = self._seats[slot]
+            assert stream is not None
+            begun = len(stream.tokens) > len(stream.request.tokens)
+            if not begun and stream.prompt in owners:
+                copies.append((owners[stream.prompt], slot, len(stream.tokens) - 1))
+            else:
+                owners.setdefault(stream.prompt, slot)
+                read.append(slot)
+        self._prefill(cache, read)
+        if copies:
+            sources, targets, lengths = zip(*copies, strict=True)
+            cache.copy(torch.tensor(sources), torch.tensor(targets), max(lengths))
+
+    def _prefill(self, cache: KVCache, slots: list[int]) -> None:
+        """In calls of rows of similar length, the longest first."""
+        rows = [(slot, stream.tokens[:-1]) for slot in slots if (stream := self._seats[slot]) and len(stream.tokens) > 1]
+        rows.sort(key=lambda row: -len(row[1]))
+        while rows:
+            width = len(rows[0][1])
+            num = max(1, self.config.prefill_tokens // width)
+            part, rows = rows[:num], rows[num:]
+            tokens = torch.tensor([row + [0] * (width - len(row)) for _, row in part])
+            self._decoder.prefill(tokens, cache, torch.tensor([slot for slot, _ in part]))
+            self._counts["prefill_tokens"] += sum(len(row) for _, row in part)
+
+    def _record(self, rows: npt.NDArray[np.void], tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> None:
+        """Notes one new token a row; ends and delivers what is due."""
+        num = len(rows)
+        self._counts["steps"] += 1
+        self._counts["sampled_tokens"] += num
+        at = np.arange(num)
+        rows["tokens"][at, rows["unsent"]], rows["logprobs"][at, rows["unsent"]] = tokens, logprobs
+        rows["token"] = tokens
+        for name, change in (("unsent", 1), ("position", 1), ("left", -1)):
+            rows[name] += change
+        stopped = (self._stop_ids[:num] == tokens[:, None]).any(1)
+        for slot in np.flatnonzero(stopped | (rows["left"] == 0) | (rows["unsent"] == rows["due"])).tolist():
+            stream = self._seats[slot]
+            assert stream is not None
+            stop = self._verdict(stream, rows["tokens"][slot, : rows["unsent"][slot]].tolist())
+            if stop is None:
+                self._deliver(stream)
+            else:
+                self._end(stream, stop)
+
+    def _unsent(self, stream: Stream) -> tuple[list[int], list[float]]:
+        slot = self._slot_of.get(stream)
+        if slot is None:
+            return [], []
+        row = self._table[slot]
+        num, row["unsent"] = int(row["unsent"]), 0
+        return row["tokens"][:num].tolist(), row["logprobs"][:num].tolist()
+
+    def _vacate(self, stream: Stream) -> None:
+        slot = self._slot_of.pop(stream, None)
+        if slot is not None:
+            self._seats[slot] = None
+
+    def _reset(self) -> None:
+        self._cache = None
+
+
+_CHOICES = ("greedy", "top_p", "top_k", "min_p")
+
+
+def _slot_table(config: NativeConfig) -> npt.NDArray[np.void]:
+    """One record a slot: the token to decode next and its position, how to sample, and what is not delivered yet."""
+    fields: list[tuple[Any, ...]] = [
+        ("token", np.int64),
+        ("position", np.int64),
+        ("left", np.int64),
+        ("base", np.uint64),
+        ("temperature", np.float32),
+        ("greedy", np.bool_),
+        ("top_p", np.float64),
+        ("top_k", np.int64),
+        ("min_p", np.float64),
+        ("due", np.int64),
+        ("unsent", np.int64),
+        ("tokens", np.int64, config.chunk_tokens),
+        ("logprobs", np.float32, config.chunk_tokens),
+    ]
+    return np.zeros(config.slots, np.dtype(fields, align=True))
