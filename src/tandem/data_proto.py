@@ -12,6 +12,7 @@ Legend: B rows, N packed tokens, T padded time.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -57,7 +58,8 @@ class DataProto:
             raise ColumnError(f"key {twice} names two rows; keys are unique within a batch")
         if self.lengths.dtype != torch.int64 or self.lengths.shape != (rows,) or self.lengths.device.type != "cpu":
             raise ColumnError(
-                f"lengths must be int64 [{rows}] on the CPU, got {self.lengths.dtype} {list(self.lengths.shape)} on {self.lengths.device}"
+                f"lengths must be int64 [{rows}] on the CPU, "
+                f"got {self.lengths.dtype} {list(self.lengths.shape)} on {self.lengths.device}"
             )
         if rows and int(self.lengths.min()) < 0:
             raise ColumnError(f"lengths must not be negative, got {int(self.lengths.min())}")
@@ -146,6 +148,10 @@ class DataProto:
     def columns(self) -> frozenset[str]:
         return frozenset(self.batch) | frozenset(self.non_tensor_batch)
 
+    def _kinds(self) -> dict[str, str]:
+        tensors = {name: "token" if name in self.token_level else "row" for name in self.batch}
+        return tensors | dict.fromkeys(self.non_tensor_batch, "object")
+
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
@@ -233,7 +239,9 @@ class DataProto:
         )
 
     def select(self, rows: Sequence[int]) -> DataProto:
-        """The rows at these positions, in this order."""
+        """The rows at these positions, in this order. Raises ColumnError for a position that is not there."""
+        if wrong := [row for row in rows if not 0 <= row < len(self)]:
+            raise ColumnError(f"no row {wrong[0]} in a batch of {len(self)} rows")
         if list(rows) == list(range(len(self))):
             return self
         return self._gather(rows, tuple(self.keys[i] for i in rows))
@@ -260,10 +268,9 @@ class DataProto:
         first = parts[0]
         meta: dict[str, Any] = {}
         for part in parts:
-            if part.columns != first.columns or part.token_level != first.token_level:
-                raise ColumnError(
-                    f"batches with different columns: {sorted(first.columns ^ part.columns) or sorted(first.token_level)}"
-                )
+            if part._kinds() != first._kinds():
+                differ = sorted({name for name, _ in part._kinds().items() ^ first._kinds().items()})
+                raise ColumnError(f"batches differ in columns {differ}: missing in one of them, or of another kind")
             for name, value in part.meta_info.items():
                 if name in meta and meta[name] != value:
                     raise ColumnError(f"meta_info {name!r} differs between the batches: {meta[name]!r} and {value!r}")
@@ -385,10 +392,9 @@ class DataProto:
         valid = torch.arange(width)[None] < lengths[:, None].cpu()
         token = {name: tensor[valid.to(tensor.device)] for name, tensor in parts["token"].items()}
         objects = {name: parts["objects"].get(name).tolist() for name in parts["objects"].keys()}  # noqa: SIM118
-        keys = [Key.parse(text) for text in source.get("keys").tolist()]
-        return cls.make(
-            keys, lengths, token=token, row=dict(parts["row"].items()), objects=objects, meta=source.get_non_tensor("meta_info")
-        )
+        keys = [Key.parse(text) for text in cast("list[str]", source.get("keys").tolist())]
+        meta = cast("dict[str, Any]", source.get_non_tensor("meta_info"))
+        return cls.make(keys, lengths, token=token, row=dict(parts["row"].items()), objects=objects, meta=meta)
 
     def save(self, path: Path) -> None:
         """To one file. Object columns and meta_info may hold plain Python values, numpy-free, and `PolicyRef`."""
@@ -408,8 +414,11 @@ class DataProto:
     @classmethod
     def load(cls, path: Path) -> DataProto:
         """From a file that `save` wrote; nothing but data is ever executed. Raises ColumnError for anything else."""
-        with torch.serialization.safe_globals([PolicyRef]):
-            saved = torch.load(path, weights_only=True)
+        try:
+            with torch.serialization.safe_globals([PolicyRef]):
+                saved = torch.load(path, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+            raise ColumnError(f"{path} is damaged or not a batch: {error}") from error
         if not isinstance(saved, dict) or cast("dict[str, Any]", saved).get("format") != _FORMAT:
             raise ColumnError(f"{path} is not a batch of format {_FORMAT}")
         data = cast("dict[str, Any]", saved)

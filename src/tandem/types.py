@@ -68,8 +68,10 @@ class Key(NamedTuple):
     def parse(cls, text: str) -> Key:
         """Inverse of `str(key)`; raises ValueError on anything else."""
         space, _, numbers = text.rpartition(":")
-        ordinal, member, branch = numbers.split(".")
-        return cls(space, int(ordinal), int(member), int(branch))
+        ordinal, member, branch = map(int, numbers.split("."))
+        if str(key := cls(space, ordinal, member, branch)) != text:
+            raise ValueError(f"{text!r} is not a key; keys read like {key}")
+        return key
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -230,6 +232,9 @@ class Sample:
     def __post_init__(self) -> None:
         for name, dtype in (("tokens", np.int64), ("mask", np.bool_), ("logprobs", np.float32)):
             object.__setattr__(self, name, _frozen_array(getattr(self, name), dtype))
+        object.__setattr__(
+            self, "columns", {name: _frozen_array(column, column.dtype.type) for name, column in self.columns.items()}
+        )
         num = len(self.tokens)
         for name, column in {"mask": self.mask, "logprobs": self.logprobs, **self.columns}.items():
             if len(column) != num:
