@@ -1,0 +1,80 @@
+"""From token losses to the loss of an optimiser step: the one reducer.
+
+Every mode is linear in the token losses, so its denominators are folded into one weight a token, computed once from
+all rows of the step before they are split over micro-batches or ranks. What follows is a sum, and a sum does not
+depend on how it is split. Weights are constants: nothing is normalised afterwards.
+
+Legend: B rows, N packed tokens; n_i counted tokens of row i, S rows with n_i > 0, C length constant.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from tandem.algos.terms import keep
+from tandem.errors import EmptyBatchError
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+
+
+def loss_weights(
+    mask_N: Tensor,
+    lengths_B: Tensor,
+    *,
+    aggregation: Aggregation = "token-mean",
+    length_constant: float | None = None,
+    ranks: int = 1,
+) -> Tensor:
+    """The weight w_t for which sum_t w_t loss_t is the aggregated loss of these rows, which are a whole optimiser step.
+
+    token-mean 1 / sum_i n_i; seq-mean-token-mean 1 / (S n_i); seq-mean-token-sum 1 / S; seq-mean-token-sum-norm
+    1 / (S C); token-sum 1. Rows without a counted token are not in S.
+
+    Args:
+        mask_N: bool [N], the tokens that count.
+        lengths_B: int64 [B], tokens of each row, masked ones included.
+        aggregation: the mode.
+        length_constant: C, for seq-mean-token-sum-norm only; never taken from the width of some padding.
+        ranks: over how many data-parallel ranks a back-end averages gradients; the weights make up for it.
+
+    Returns:
+        float32 [N], 0 where masked.
+
+    Raises:
+        ValueError: unknown mode, or C missing, useless or not positive.
+        EmptyBatchError: no token counts.
+    """
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation {aggregation!r} is unknown; there are {', '.join(AGGREGATIONS)}")
+    if (aggregation == "seq-mean-token-sum-norm") != (length_constant is not None):
+        verb = "needs" if length_constant is None else "does not use"
+        raise ValueError(f"aggregation {aggregation} {verb} length_constant (say, the longest response in tokens)")
+    if length_constant is not None and not length_constant > 0:
+        raise ValueError(f"length_constant must be positive, got {length_constant}")
+
+    row_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=mask_N.device), lengths_B.to(mask_N.device))
+    counted_B = torch.zeros(len(lengths_B), dtype=torch.float64, device=mask_N.device).index_add_(0, row_N, mask_N.double())
+    num_tokens, num_rows = counted_B.sum(), (counted_B > 0).sum()
+    if num_tokens == 0:
+        raise EmptyBatchError(f"none of the {len(mask_N)} tokens in {len(lengths_B)} rows counts: there is nothing to train on")
+    match aggregation:
+        case "token-mean":
+            weight_B = 1 / num_tokens.expand_as(counted_B)
+        case "seq-mean-token-mean":
+            weight_B = 1 / (num_rows * counted_B)
+        case "seq-mean-token-sum":
+            weight_B = 1 / num_rows.expand_as(counted_B)
+        case "seq-mean-token-sum-norm":
+            weight_B = 1 / (num_rows * cast("float", length_constant)).expand_as(counted_B)
+        case "token-sum":
+            weight_B = torch.ones_like(counted_B)
+    return keep((ranks * weight_B)[row_N].float(), mask_N)
+
+
+def aggregate(loss_N: Tensor, weights_N: Tensor, mask_N: Tensor) -> Tensor:
+    """sum_t weights_t loss_t over counted tokens, a scalar; parts of a step add up to the whole of it."""
+    return (keep(loss_N, mask_N) * keep(weights_N, mask_N)).sum()

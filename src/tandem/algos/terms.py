@@ -1,0 +1,71 @@
+"""What a policy loss takes and what it gives: plain records, no arithmetic beyond hiding masked tokens.
+
+A loss is a pure function `(LossInputs, *, parameters) -> TokenLoss`. It says what each token costs; how tokens are
+averaged is not its business (aggregation.py), and neither is which tokens count: the mask is decided upstream.
+
+Legend: B rows, N packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.errors import ColumnError
+from tandem.types import Metric, Metrics
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossInputs:
+    """Whole rows, packed.
+
+    logprobs: [N], with gradient, of each token under the policy being trained. mask: bool [N], the tokens that count.
+    lengths: int64 [B]. columns: the batch's tensors by name, token level [N] or row level [B], without gradient.
+    entropy: [N] of the policy's distribution at each token, where the engine gives it.
+    """
+
+    logprobs: Tensor
+    mask: Tensor
+    lengths: Tensor
+    columns: Mapping[str, Tensor]
+    entropy: Tensor | None = None
+
+    @property
+    def policy_logprobs(self) -> Tensor:
+        """`logprobs` in float32 or better, 0 where masked: what stands there reaches neither loss nor gradient."""
+        return keep(self.logprobs, self.mask)
+
+    def token(self, name: str) -> Tensor:
+        """Token column `name` in float32 or better, 0 where masked. Raises ColumnError if the batch lacks it."""
+        if name not in self.columns:
+            raise ColumnError(f"the loss reads column {name!r} and the batch has {sorted(self.columns)}")
+        return keep(self.columns[name], self.mask)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLoss:
+    """terms: named parts [N] with gradient, finite where the mask is true; the loss of a token is their sum."""
+
+    terms: Mapping[str, Tensor]
+    metrics: Metrics
+
+    @property
+    def loss(self) -> Tensor:
+        return torch.stack(list(self.terms.values())).sum(0)
+
+
+LossFunction = Callable[..., TokenLoss]
+
+
+def keep(values_N: Tensor, mask_N: Tensor) -> Tensor:
+    """`values_N` in float32 or better where `mask_N` is true and exactly 0 elsewhere, whatever stands there (NaN too)."""
+    values_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
+    return torch.where(mask_N, values_N, torch.zeros_like(values_N))
+
+
+def masked_mean(values_N: Tensor, mask_N: Tensor) -> Metric:
+    """The mean over the tokens that count, as a metric that merges with those of other micro-batches."""
+    return Metric(float(keep(values_N.detach(), mask_N).sum()), float(mask_N.sum()))
