@@ -1,0 +1,209 @@
+"""The command line: reads arguments, calls `assemble`, and turns errors into one message and an exit code.
+
+0: done. 1: the run failed. 2: the input is wrong. 130: interrupted. Nothing heavy is imported before a command needs it,
+and no command does work of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from tandem import __version__
+from tandem.errors import ConfigError, TandemError
+
+if TYPE_CHECKING:
+    from tandem.config import Resolved
+    from tandem.recipe import Recipe
+
+
+@dataclass
+class _Invocation:
+    """What error handling has to know about the command that runs. resume: the command that goes on with the run."""
+
+    debug: bool = False
+    resume: str | None = None
+
+
+def main() -> None:
+    """The `tandem` command."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported; spinning threads starve the others
+    invocation = _Invocation()
+    sys.excepthook = _unexpected(invocation)
+    sys.exit(run(sys.argv[1:], invocation))
+
+
+def run(arguments: Sequence[str], invocation: _Invocation) -> int:
+    """Runs one command line and returns its exit code; an exception that nobody foresaw passes through."""
+    try:
+        code = tandem.main(list(arguments), prog_name="tandem", standalone_mode=False, obj=invocation)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (TandemError, OSError, click.Abort, BaseExceptionGroup) as error:
+        known = _known(error)
+        if known is None:
+            raise
+        if invocation.debug:
+            traceback.print_exception(error)
+        return _say(known, invocation)
+    return code if isinstance(code, int) else 0
+
+
+def _known(error: BaseException) -> BaseException | None:
+    """The foreseen error in `error`; the first one in a group of tasks that failed together."""
+    if isinstance(error, BaseExceptionGroup):
+        found = (_known(member) for member in cast("BaseExceptionGroup[BaseException]", error).exceptions)
+        return next((member for member in found if member is not None), None)
+    return error if isinstance(error, TandemError | OSError | KeyboardInterrupt | click.Abort) else None
+
+
+def _say(error: BaseException, invocation: _Invocation) -> int:
+    resume = f"; go on with: {invocation.resume}" if invocation.resume else ""
+    match error:
+        case TandemError():
+            message, code = str(error), error.exit_code
+        case OSError(errno=errno.ENOSPC):
+            where = f" while writing {error.filename}" if error.filename else ""
+            message, code = f"no space left on the disk{where}; free some space{resume}", 1
+        case OSError():
+            where = f": {error.filename}" if error.filename else ""
+            message, code = f"{error.strerror or error}{where}", 1
+        case _:
+            click.echo(f"interrupted{resume}", err=True)
+            return 130
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True)
+    return code
+
+
+def _unexpected(
+    invocation: _Invocation,
+) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
+    """The hook for what no one foresaw: one line, or the traceback with --debug; Python then exits with 1."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if invocation.debug:
+            traceback.print_exception(kind, error, trace)
+            return
+        frames = traceback.extract_tb(trace)
+        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        message = " ".join(str(error).split())
+        click.echo(f"error: unexpected {kind.__name__}{where}: {message}\nrun again with --debug to see the traceback", err=True)
+
+    return hook
+
+
+# -------------------------------------------------------------------------------------------------------- commands
+
+
+def _debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    def note(context: click.Context, _: click.Parameter, value: bool) -> None:
+        context.ensure_object(_Invocation).debug |= value
+
+    return click.option("--debug", is_flag=True, expose_value=False, callback=note, help="Show tracebacks.")(command)
+
+
+_recipe_argument = click.argument("recipe", type=click.Path(path_type=Path))
+_overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="tandem")
+@_debug_option
+def tandem() -> None:
+    """Reinforcement-learning post-training for language models.
+
+    \b
+    Examples:
+      tandem train recipes/quickstart.yaml
+      tandem config recipes/quickstart.yaml
+      tandem COMMAND --help
+    """
+
+
+@tandem.command()
+@_recipe_argument
+@_overrides_argument
+@click.option("--resume", is_flag=True, help="Go on from the last good snapshot in the run's directory.")
+@click.option("--dry-run", is_flag=True, help="Build everything, print the plan, and stop before the first step.")
+@_debug_option
+@click.pass_obj
+def train(invocation: _Invocation, recipe: Path, overrides: tuple[str, ...], resume: bool, dry_run: bool) -> None:
+    """Train a model as a recipe says.
+
+    RECIPE is a YAML file. KEY=VALUE overrides a value of it, with dots in the key.
+
+    \b
+    Examples:
+      tandem train recipes/quickstart.yaml
+      tandem train recipes/quickstart.yaml seed=1 run.dir=runs/seed1
+      tandem train recipes/quickstart.yaml --dry-run
+      tandem train recipes/quickstart.yaml --resume
+    """
+    resolved = _load(recipe, overrides)
+    from tandem import assemble
+
+    if not dry_run:
+        invocation.resume = shlex.join(["tandem", "train", str(recipe), *overrides, "--resume"])
+    assemble.train(resolved, resume=resume, dry_run=dry_run)
+
+
+@tandem.command("eval")
+@click.argument("recipe", metavar="RECIPE_OR_RUN", type=click.Path(path_type=Path))
+@_overrides_argument
+@click.option("--model", type=click.Path(path_type=Path), help="A Hugging Face model directory; a run's own is its final/.")
+@_debug_option
+def evaluate(recipe: Path, overrides: tuple[str, ...], model: Path | None) -> None:
+    """Measure a model on held-out tasks.
+
+    RECIPE_OR_RUN is a recipe, or the directory of a run: then its config.yaml and its final/ model are taken.
+
+    \b
+    Examples:
+      tandem eval runs/quickstart
+      tandem eval recipes/quickstart.yaml --model runs/quickstart/final
+    """
+    if recipe.is_dir():
+        run_directory, recipe = recipe, recipe / "config.yaml"
+        if not recipe.is_file():
+            raise ConfigError(f"{run_directory} is a directory without a config.yaml; give a recipe file or the directory of a run")
+        model = model or run_directory / "final"
+    resolved = _load(recipe, overrides)
+    from tandem import assemble
+
+    assemble.evaluate(resolved, model)
+
+
+@tandem.command()
+@_recipe_argument
+@_overrides_argument
+@_debug_option
+def config(recipe: Path, overrides: tuple[str, ...]) -> None:
+    """Print every value of a recipe and its origin.
+
+    The origin is a line of the file, the command line, or the default.
+
+    \b
+    Examples:
+      tandem config recipes/quickstart.yaml
+      tandem config recipes/quickstart.yaml train.lr=1e-3
+    """
+    from tandem.config import explain
+
+    click.echo("\n".join(explain(_load(recipe, overrides))))
+
+
+def _load(path: Path, overrides: Sequence[str]) -> Resolved[Recipe]:
+    from tandem.recipe import load_recipe
+
+    return load_recipe(path, overrides)
