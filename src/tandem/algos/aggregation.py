@@ -50,9 +50,10 @@ def loss_weights(
     """
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation {aggregation!r} is unknown; there are {', '.join(AGGREGATIONS)}")
-    if (aggregation == "seq-mean-token-sum-norm") != (length_constant is not None):
-        verb = "needs" if length_constant is None else "does not use"
-        raise ValueError(f"aggregation {aggregation} {verb} length_constant (say, the longest response in tokens)")
+    if aggregation == "seq-mean-token-sum-norm" and length_constant is None:
+        raise ValueError(f"aggregation={aggregation} needs length_constant: set it to the longest response, in tokens")
+    if aggregation != "seq-mean-token-sum-norm" and length_constant is not None:
+        raise ValueError(f"aggregation={aggregation} does not use length_constant={length_constant}: leave it out")
     if length_constant is not None and not length_constant > 0:
         raise ValueError(f"length_constant must be positive, got {length_constant}")
 

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from tandem.algos.advantages import group_baseline
 from tandem.algos.aggregation import loss_weights
-from tandem.algos.filters import varied_rewards
-from tandem.algos.policy_losses import ppo_clip
-from tandem.algos.supervised import negative_log_likelihood
 from tandem.algos.terms import LossFunction, LossInputs
 from tandem.errors import ConfigError
 from tandem.registry import resolve
@@ -32,9 +27,12 @@ from tandem.types import Algorithm, Json, LossRef
 AdvantageFunction = Callable[..., Tensor]
 KeepFunction = Callable[[Tensor], bool]
 
-LOSSES: dict[str, LossFunction] = {"ppo_clip": ppo_clip, "nll": negative_log_likelihood}
-ADVANTAGES: dict[str, AdvantageFunction] = {"group_baseline": group_baseline}
-FILTERS: dict[str, KeepFunction] = {"varied_rewards": varied_rewards}
+LOSSES = {
+    "ppo_clip": "tandem.algos.policy_losses:ppo_clip",
+    "nll": "tandem.algos.supervised:negative_log_likelihood",
+}
+ADVANTAGES = {"group_baseline": "tandem.algos.advantages:group_baseline"}
+FILTERS = {"varied_rewards": "tandem.algos.filters:varied_rewards"}
 
 COLUMN_OF: dict[str, str] = {"kl_coef": "ref_logprobs"}
 """Parameters that make the update read one more column when they are not 0."""
@@ -45,17 +43,24 @@ _AGGREGATION = ("aggregation", "length_constant")
 
 def loss_function(name: str) -> LossFunction:
     """The loss `(LossInputs, *, parameters) -> TokenLoss` of this name or path."""
-    return resolve(name, LOSSES)
+    return cast("LossFunction", _function(name, LOSSES, "loss"))
 
 
 def advantage_function(name: str) -> AdvantageFunction:
     """The estimator `(rewards [B], groups [B], *, parameters) -> advantages [B]` of this name or path."""
-    return resolve(name, ADVANTAGES)
+    return cast("AdvantageFunction", _function(name, ADVANTAGES, "advantage estimator"))
 
 
 def keep_function(name: str) -> KeepFunction:
     """The filter `(rewards [n] of one group) -> bool` of this name or path."""
-    return resolve(name, FILTERS)
+    return cast("KeepFunction", _function(name, FILTERS, "group filter"))
+
+
+def _function(name: str, table: Mapping[str, str], kind: str) -> Callable[..., Any]:
+    found = resolve(name, table, kind=kind)
+    if not callable(found):
+        raise ConfigError(f"{kind} {name!r} is {found!r}, which cannot be called")
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- using a row
@@ -92,7 +97,10 @@ def configure(name: str, params: Mapping[str, Json] | None = None) -> Algorithm:
             running each function on a single token.
         RegistryError: no such row or function.
     """
-    row = _complete(resolve(name, ALGORITHMS))
+    found = ALGORITHMS.get(name) or resolve(name, dict.fromkeys(ALGORITHMS, ""), kind="algorithm")
+    if not isinstance(found, Algorithm):
+        raise ConfigError(f"algorithm {name!r} is {found!r}; it must be a tandem.types.Algorithm")
+    row = _complete(found)
     given = dict(params or {})
     keep = given.pop("keep", row.keep)
     types = _types(row)
@@ -115,7 +123,7 @@ def configure(name: str, params: Mapping[str, Json] | None = None) -> Algorithm:
         raise ConfigError("\n".join(problems))
 
     columns = {column for parameter, column in COLUMN_OF.items() if merged.get(parameter)}
-    algorithm = replace(row, params=merged, needs=row.needs | columns, keep=typing.cast("str | None", keep))
+    algorithm = replace(row, params=merged, needs=row.needs | columns, keep=cast("str | None", keep))
     try:
         _rehearse(algorithm)
     except ValueError as error:
@@ -138,11 +146,11 @@ def _arguments(function: Callable[..., Any], params: Mapping[str, Json]) -> dict
 
 def _types(row: Algorithm) -> dict[str, Any]:
     """The type of each parameter; a name that two functions share means the same to both."""
-    hints = typing.get_type_hints(loss_weights)
+    hints = get_type_hints(loss_weights)
     types = {name: hints[name] for name in _AGGREGATION}
     for function in _functions(row):
-        hints = typing.get_type_hints(function)
-        types |= {name: hints[name] for name in _keyword_only(function)}
+        hints = get_type_hints(function)
+        types |= {name: hints.get(name, Any) for name in _keyword_only(function)}
     return types
 
 

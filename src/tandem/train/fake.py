@@ -1,0 +1,122 @@
+"""FakeTrainEngine: a TrainEngine whose model is one table, for tests of whatever trains.
+
+The model predicts a token from the one before it: `table[previous]` are the logits of the next. It is small enough to
+check by hand, does what the port says, and takes plain gradient steps. It knows no micro-batches.
+
+Legend: B rows, N packed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tandem.algos.aggregation import aggregate
+from tandem.algos.table import loss_function
+from tandem.algos.terms import LossInputs
+from tandem.data_proto import DataProto
+from tandem.durable import attempt
+from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
+from tandem.ports import Place, WeightLayout, WeightShard, WeightSpec
+from tandem.train.config import TrainConfig, learning_rate
+from tandem.types import LossRef, Metrics
+
+
+class FakeTrainEngine:
+    """Implements ports.TrainEngine on `table`, float32 [V, V], all zeros at first. Of `config` it ignores Adam's settings."""
+
+    def __init__(self, vocab_size: int, config: TrainConfig) -> None:
+        self.table = torch.zeros(vocab_size, vocab_size, requires_grad=True)
+        self.config = config
+        self._updates = self._refused = 0
+        self._trouble = ""
+
+    def forward(self, batch: DataProto, want: frozenset[str]) -> DataProto:
+        if not want or want - {"logprobs", "entropy"}:
+            raise ColumnError(f"this engine gives ['entropy', 'logprobs'], and was asked for {sorted(want)}")
+        with torch.no_grad():
+            logprobs, entropy = self._predict(batch)
+        given = {"logprobs": logprobs, "entropy": entropy}
+        return DataProto.make(batch.keys, batch.lengths, token={name: given[name] for name in want})
+
+    def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
+        logprobs, entropy = self._predict(batch)
+        inputs = LossInputs(logprobs, batch["mask"], batch.lengths, batch.batch, entropy)
+        result = loss_function(loss.name)(inputs, **loss.params)
+        sums = {name: aggregate(term, batch["loss_weights"], batch["mask"]) for name, term in result.terms.items()}
+        bad = [f"loss term {name!r} is {value.item()}" for name, value in sums.items() if not math.isfinite(value.item())]
+        total = torch.stack(list(sums.values())).sum()
+        if bad:
+            self._trouble = bad[0]
+        elif bool(batch["mask"].any()):
+            total.backward()
+        metrics = Metrics() if bad else result.metrics + Metrics.mean({"loss": total.item()})
+        return metrics.prefixed("train"), DataProto.make(batch.keys, batch.lengths, token={"logprobs": logprobs.detach()})
+
+    def _predict(self, batch: DataProto) -> tuple[Tensor, Tensor]:
+        """Log-probability of each masked token and entropy of its distribution, [N], 0 elsewhere."""
+        tokens, mask = batch["tokens"], batch["mask"]
+        starts = torch.tensor(batch.offsets[:-1], dtype=torch.int64)[batch.lengths > 0]
+        if bool(mask[starts].any()):
+            raise ColumnError("a row is masked in at position 0, which has no prediction")
+        temperature = batch["temperature"][batch.row_of_token]
+        logits = self.table[tokens.roll(1)] / torch.where(temperature == 0, 1.0, temperature)[:, None]
+        predicted = logits.log_softmax(1)
+        entropy = -(predicted.exp() * predicted).sum(1)
+        logprobs = predicted.gather(1, tokens[:, None])[:, 0]
+        return torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
+
+    def step(self) -> Metrics:
+        if self.table.grad is None and not self._trouble:
+            raise EmptyBatchError("no token has counted since the last step: there is no gradient to step along")
+        gradient = torch.zeros_like(self.table) if self.table.grad is None else self.table.grad
+        norm = cast("Tensor", torch.linalg.vector_norm(gradient)).item()
+        trouble = self._trouble or ("" if math.isfinite(norm) else "the gradient of table is not finite")
+        self.table.grad, self._trouble = None, ""
+        if trouble:
+            self._refused += 1
+            if self._refused > self.config.max_nonfinite:
+                raise NonFiniteError(f"{trouble}; {self._refused} steps in a row were refused")
+            return Metrics.sum({"train/refused_steps": 1})
+        lr = learning_rate(self.config, self._updates)
+        with torch.no_grad():
+            self.table -= lr * gradient * min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        self._updates += 1
+        self._refused = 0
+        return Metrics.mean({"train/grad_norm": norm, "train/lr": lr}) + Metrics.sum({"train/refused_steps": 0})
+
+    def layout(self) -> WeightLayout:
+        return WeightLayout((WeightSpec("table", tuple(self.table.shape), "float32"),))
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield WeightShard("table", tuple(self.table.shape), (0, 0), self.table.detach())
+
+    def place(self, where: Place) -> None:
+        """Nothing moves."""
+
+    def save(self, path: Path) -> None:
+        if self._trouble or self.table.grad is not None:
+            raise EngineError("a gradient is pending and would not be saved: step first")
+        table = cast("list[list[float]]", self.table.tolist())
+        state = {"table": table, "updates": self._updates, "refused": self._refused}
+        with attempt(f"write the training state to {path}", path):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "fake.json").write_text(json.dumps(state))
+
+    def load(self, path: Path) -> None:
+        try:
+            state = json.loads((path / "fake.json").read_text())
+            table, updates, refused = torch.tensor(state["table"]), int(state["updates"]), int(state["refused"])
+        except (OSError, ValueError, KeyError) as error:
+            raise SnapshotError(f"{path} holds no training state that can be read: {error}") from error
+        if table.shape != self.table.shape:
+            raise ModelError(f"{path} holds a table {list(table.shape)}, this one is {list(self.table.shape)}")
+        with torch.no_grad():
+            self.table.copy_(table)
+        self.table.grad, self._trouble, self._updates, self._refused = None, "", updates, refused

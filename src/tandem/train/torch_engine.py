@@ -1,0 +1,248 @@
+"""TorchEngine: a decoder and its optimiser in one process, on PyTorch.
+
+It adds gradients up over micro-batches and takes steps; the loss is named by its caller, and so is each token's weight,
+so nothing is averaged here. A step whose loss or gradient is not finite is refused: parameters and optimiser state stay
+as they are. Weights never move, since a rollout engine of the same process may read the same storage. Sharding over
+ranks is not here.
+
+Legend: B rows, N packed tokens, T padded time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from tandem.algos.aggregation import aggregate
+from tandem.algos.table import loss_function
+from tandem.algos.terms import LossInputs, TokenLoss, keep
+from tandem.data_proto import DataProto
+from tandem.durable import attempt
+from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
+from tandem.models.decoder import Decoder
+from tandem.models.heads import row_logprobs
+from tandem.ports import Place, WeightLayout, WeightShard, WeightSpec
+from tandem.train.config import TrainConfig, learning_rate
+from tandem.train.micro_batches import micro_batches
+from tandem.types import LossRef, Metrics
+
+GIVES = frozenset({"logprobs", "entropy"})
+
+_FORMAT = 1
+_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "engine.json"
+
+
+class TorchEngine:
+    """Implements ports.TrainEngine. The decoder's parameters are float32 and stay where they are in memory."""
+
+    def __init__(self, decoder: Decoder, config: TrainConfig) -> None:
+        self.decoder = decoder
+        self.config = config
+        self._parameters = dict(decoder.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._updates = 0  # steps that were taken
+        self._refused = 0  # steps that were refused since the last one taken
+        self._trouble = ""  # what was not finite since the last step
+
+    # --------------------------------------------------------------------------------------------- passes
+
+    def forward(self, batch: DataProto, want: frozenset[str]) -> DataProto:
+        """See ports.TrainEngine. Rows without a masked token do not pass through the model."""
+        if not want or want - GIVES:
+            raise ColumnError(f"this engine gives {sorted(GIVES)}, and was asked for {sorted(want)}")
+        out = {name: torch.zeros(batch.num_tokens) for name in want}
+        for at, part in self._passes(batch):
+            with torch.no_grad():
+                logprobs, entropy = self._logprobs(part, with_entropy="entropy" in want)
+            for name, values in (("logprobs", logprobs), ("entropy", entropy)):
+                if name in want:
+                    out[name][at] = cast("Tensor", values)
+        return DataProto.make(batch.keys, batch.lengths, token=out)
+
+    def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
+        """See ports.TrainEngine. A pass whose loss is not finite adds neither gradient nor metrics; `step` then refuses."""
+        function = loss_function(loss.name)
+        out = torch.zeros(batch.num_tokens)
+        totals: Counter[str] = Counter()
+        metrics = Metrics()
+        for at, part in self._passes(batch):
+            logprobs, entropy = self._logprobs(part, with_entropy=True)
+            out[at] = logprobs.detach()
+            inputs = LossInputs(logprobs, part["mask"], part.lengths, part.batch, entropy)
+            result = function(inputs, **loss.params)
+            sums = {name: aggregate(term, part["loss_weights"], part["mask"]) for name, term in result.terms.items()}
+            if not all(math.isfinite(value.item()) for value in sums.values()):
+                self._trouble = self._trouble or _first_bad(result, part)
+                continue
+            torch.stack(list(sums.values())).sum().backward()
+            totals.update({name: value.item() for name, value in sums.items()})
+            metrics += result.metrics
+        losses = {"loss": sum(totals.values())} | ({f"loss_{n}": v for n, v in totals.items()} if len(totals) > 1 else {})
+        metrics = (metrics + Metrics.mean(losses)).prefixed("train")
+        return metrics, DataProto.make(batch.keys, batch.lengths, token={"logprobs": out})
+
+    def _passes(self, batch: DataProto) -> Iterator[tuple[Tensor, DataProto]]:
+        """Micro-batches of the rows that have a masked token, each with its places among the packed tokens."""
+        counted = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.row_of_token, batch["mask"].long())
+        rows = cast("list[int]", torch.nonzero(counted).flatten().tolist())
+        offsets = batch.offsets
+        places = {row: torch.arange(offsets[row], offsets[row + 1]) for row in rows}
+        for chosen in micro_batches({row: len(at) for row, at in places.items()}, self.config.micro_batch_tokens):
+            yield torch.cat([places[row] for row in chosen]), batch.select(chosen)
+
+    def _logprobs(self, part: DataProto, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Packed [N], of a batch that is padded to [B, T] on the way."""
+        valid = part.valid()
+        logprobs, entropy = row_logprobs(
+            self.decoder, part.pad("tokens"), part.lengths, part.pad("mask"), part["temperature"], with_entropy
+        )
+        return logprobs[valid], None if entropy is None else entropy[valid]
+
+    # ---------------------------------------------------------------------------------------------- steps
+
+    def step(self) -> Metrics:
+        """See ports.TrainEngine. Raises EmptyBatchError where no token has counted since the last step."""
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        if not gradients and not self._trouble:
+            raise EmptyBatchError("no token has counted since the last step: there is no gradient to step along")
+        norm = float(torch.nn.utils.get_total_norm(gradients, foreach=False)) if gradients else 0.0
+        trouble = self._trouble or ("" if math.isfinite(norm) else self._bad_gradient(norm))
+        if trouble:
+            self._clear()
+            self._refused += 1
+            if self._refused > self.config.max_nonfinite:
+                raise NonFiniteError(
+                    f"{trouble}; {self._refused} steps in a row were refused, after {self._updates} that were taken: "
+                    f"look at that data, or lower train.lr={self.config.lr} or train.max_grad_norm={self.config.max_grad_norm}"
+                )
+            return Metrics.sum({"train/refused_steps": 1})
+        torch.nn.utils.clip_grads_with_norm_(
+            self._parameters.values(), self.config.max_grad_norm, torch.tensor(norm), foreach=False
+        )
+        lr = learning_rate(self.config, self._updates)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._clear()
+        self._updates += 1
+        self._refused = 0
+        return Metrics.mean({"train/grad_norm": norm, "train/lr": lr}) + Metrics.sum({"train/refused_steps": 0})
+
+    def _bad_gradient(self, norm: float) -> str:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                return f"the gradient of {name} is not finite"
+        return f"the gradient's norm is {norm}"
+
+    def _clear(self) -> None:
+        self._optimizer.zero_grad()
+        self._trouble = ""
+
+    # -------------------------------------------------------------------------------------------- weights
+
+    def layout(self) -> WeightLayout:
+        """Every weight, whole; a tied output layer is listed with the name that owns it."""
+        specs = [
+            WeightSpec(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+            for name, parameter in self._parameters.items()
+        ]
+        if self.decoder.lm_head is None:
+            owner = next(spec for spec in specs if spec.name == "model.embed_tokens.weight")
+            specs.append(WeightSpec("lm_head.weight", owner.shape, owner.dtype, tied_to=owner.name))
+        return WeightLayout(tuple(specs))
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """Each weight once, whole, without a copy."""
+        for name, parameter in self._parameters.items():
+            shape = tuple(parameter.shape)
+            yield WeightShard(name, shape, (0,) * len(shape), parameter.detach())
+
+    def place(self, where: Place) -> None:
+        """Nothing moves: the weights are where a rollout engine of this process reads them."""
+
+    # -------------------------------------------------------------------------------------------- on disk
+
+    def save(self, path: Path) -> None:
+        """Three files in `path`, which is made: weights, optimiser state by parameter name, counters.
+
+        Raises EngineError while a gradient is pending, SnapshotError where the files cannot be written.
+        """
+        if self._trouble or any(parameter.grad is not None for parameter in self._parameters.values()):
+            raise EngineError("a gradient is pending and would not be saved: step first")
+        weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        state: dict[str, Tensor] = {
+            f"{field}/{name}": value
+            for name, parameter in self._parameters.items()
+            for field, value in self._optimizer.state[parameter].items()
+        }
+        counters = {"format": _FORMAT, "updates": self._updates, "refused": self._refused}
+        with attempt(f"write the training state to {path}", path):
+            path.mkdir(parents=True, exist_ok=True)
+            try:
+                safetensors.torch.save_file(weights, path / _MODEL)
+                safetensors.torch.save_file(state, path / _OPTIMIZER)
+            except SafetensorError as error:  # how its writer reports an OSError
+                raise OSError(str(error)) from error
+            (path / _STATE).write_text(json.dumps(counters) + "\n")
+
+    def load(self, path: Path) -> None:
+        """From the directory that `save` wrote; a pending gradient is dropped.
+
+        Raises SnapshotError for files that are missing or damaged, ModelError for those of another model; nothing has
+        changed then.
+        """
+        try:
+            weights = safetensors.torch.load_file(path / _MODEL)
+            optimizer = safetensors.torch.load_file(path / _OPTIMIZER)
+            counters = cast("dict[str, int]", json.loads((path / _STATE).read_text()))
+            counted = counters["format"], counters["updates"], counters["refused"]
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise SnapshotError(f"{path} holds no training state that can be read: {error}; use an older snapshot") from error
+        if counted[0] != _FORMAT:
+            raise SnapshotError(f"{path} has format {counted[0]} and this version reads {_FORMAT}: use the version that wrote it")
+        mine = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        if mine != theirs:
+            differ = sorted({name for name, _ in mine.items() ^ theirs.items()})
+            first = differ[0]
+            raise ModelError(
+                f"{path} is the state of another model: {len(differ)} weights differ, the first is {first}, "
+                f"{mine.get(first, 'absent')} here and {theirs.get(first, 'absent')} there"
+            )
+        state: dict[int, dict[str, Any]] = {}
+        for index, name in enumerate(self._parameters):
+            of_parameter = {key.partition("/")[0]: value for key, value in optimizer.items() if key.partition("/")[2] == name}
+            if of_parameter:
+                state[index] = of_parameter
+        self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+        self._clear()
+        _, self._updates, self._refused = counted
+
+
+def _first_bad(result: TokenLoss, part: DataProto) -> str:
+    """Which term of the loss is not finite, and in which row."""
+    for name, term in result.terms.items():
+        bad = torch.nonzero(~torch.isfinite(keep(term.detach(), part["mask"])))
+        if len(bad):
+            row = int(part.row_of_token[bad[0, 0]])
+            return f"loss term {name!r} is {term[bad[0, 0]].item()} in row {part.keys[row]}"
+    return f"the sum of a loss term is not finite, in rows {part.keys[0]} to {part.keys[-1]}"

@@ -1,0 +1,322 @@
+"""The contract of ports.TrainEngine: every training engine and the fake keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.algos.table import configure, loss_ref
+from tandem.data_proto import DataProto
+from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
+from tandem.models.decoder import init_decoder
+from tandem.ports import TrainEngine
+from tandem.train.config import TrainConfig
+from tandem.train.fake import FakeTrainEngine
+from tandem.train.torch_engine import TorchEngine
+from tandem.types import LossRef
+from tests.train.rows import TINY, VOCAB, make_rows, tiny_decoder
+
+SFT = loss_ref(configure("sft"))
+GRPO = loss_ref(configure("grpo", {"kl_coef": 0.1}))
+# With so large an eps Adam's update is close to lr times the gradient, and does not magnify rounding.
+CONFIG = TrainConfig(lr=0.5, eps=1.0, micro_batch_tokens=16, max_nonfinite=1)
+
+Make = Callable[..., TrainEngine]
+
+
+def make_torch(config: TrainConfig = CONFIG, *, vocab: int = VOCAB) -> TrainEngine:
+    return TorchEngine(tiny_decoder() if vocab == VOCAB else init_decoder(replace(TINY, vocab_size=vocab), 0), config)
+
+
+def make_fake(config: TrainConfig = CONFIG, *, vocab: int = VOCAB) -> TrainEngine:
+    return FakeTrainEngine(vocab, config)
+
+
+@pytest.fixture(params=[make_torch, make_fake], ids=["torch", "fake"])
+def make(request: pytest.FixtureRequest) -> Make:
+    return request.param
+
+
+def rows() -> DataProto:
+    return make_rows([7, 3, 5, 2, 6])
+
+
+def weights(engine: TrainEngine) -> dict[str, Tensor]:
+    return {shard.name: shard.tensor.clone() for shard in engine.weight_shards()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ----------------------------------------------------------------------------------------------------- passes
+
+
+def test_forward_gives_the_wanted_columns_of_the_same_rows(make: Make) -> None:
+    batch = rows()
+    out = make().forward(batch, frozenset({"logprobs", "entropy"}))
+    assert out.keys == batch.keys
+    assert torch.equal(out.lengths, batch.lengths)
+    assert out.columns == out.token_level == {"logprobs", "entropy"}
+    for name in ("logprobs", "entropy"):
+        assert out[name].dtype == torch.float32
+        assert bool((out[name][~batch["mask"]] == 0).all())
+    assert bool((out["logprobs"][batch["mask"]] < 0).all())
+    assert bool((out["entropy"][batch["mask"]] > 0).all())
+    assert make().forward(batch, frozenset({"entropy"})).columns == {"entropy"}
+
+
+def test_forward_refuses_what_it_cannot_give(make: Make) -> None:
+    for want in (frozenset({"values"}), frozenset({"logprobs", "values"}), frozenset[str]()):
+        with pytest.raises(ColumnError, match="this engine gives"):
+            make().forward(rows(), want)
+
+
+def test_forward_leaves_no_gradient(make: Make) -> None:
+    engine = make()
+    engine.forward(rows(), frozenset({"logprobs"}))
+    with pytest.raises(EmptyBatchError):
+        engine.step()
+
+
+def test_a_row_does_not_depend_on_its_companions(make: Make) -> None:
+    batch, engine = rows(), make()
+    whole = engine.forward(batch, frozenset({"logprobs"}))
+    other = engine.forward(batch.reorder([4, 1, 0, 3, 2]), frozenset({"logprobs"}))
+    assert torch.equal(other.by_keys(whole.keys)["logprobs"], whole["logprobs"])
+    for i in range(len(batch)):
+        alone = engine.forward(batch.select([i]), frozenset({"logprobs"}))
+        assert torch.equal(alone["logprobs"], whole.select([i])["logprobs"])
+
+
+def test_temperature_divides_logits_and_zero_counts_as_one(make: Make) -> None:
+    engine = make()
+    batch = rows()
+    engine.forward_backward(batch, SFT)  # moves the fake away from its uniform start
+    engine.step()
+
+    def at(temperature: float) -> Tensor:
+        heated = batch.with_columns(row={"temperature": torch.full((len(batch),), temperature)})
+        return engine.forward(heated, frozenset({"logprobs"}))["logprobs"]
+
+    assert torch.equal(at(0.0), at(1.0))
+    assert not torch.allclose(at(0.5), at(1.0))
+    uniform = -torch.log(torch.tensor(float(VOCAB)))
+    torch.testing.assert_close(at(1e6)[batch["mask"]], uniform.expand(int(batch["mask"].sum())), atol=1e-4, rtol=0)
+
+
+def test_training_passes_and_forward_agree_to_the_bit(make: Make) -> None:
+    engine, batch = make(), rows()
+    _, passed = engine.forward_backward(batch, GRPO)
+    assert torch.equal(passed["logprobs"], engine.forward(batch, frozenset({"logprobs"}))["logprobs"])
+    assert not passed["logprobs"].requires_grad
+
+
+def test_on_policy_the_ratio_is_exactly_one(make: Make) -> None:
+    engine = make()
+    batch = rows()
+    engine.forward_backward(batch, SFT)
+    engine.step()
+    old = engine.forward(batch, frozenset({"logprobs"}))["logprobs"]
+    on_policy = batch.with_columns(token={"old_logprobs": old, "ref_logprobs": old})
+    metrics = engine.forward_backward(on_policy, GRPO)[0].values_by_name()
+    assert metrics["train/ratio"] == metrics["train/ratio_max"] == 1
+    assert metrics["train/kl_old_new"] == metrics["train/clip_fraction"] == metrics["train/kl_ref"] == 0
+    want = -float((batch["advantages"] * batch["loss_weights"]).sum())
+    assert metrics["train/loss"] == pytest.approx(want, abs=1e-6)
+
+
+def test_wrong_batches_are_refused(make: Make) -> None:
+    engine, batch = make(), rows()
+    with pytest.raises(ColumnError, match="loss_weights"):
+        engine.forward_backward(batch.only(batch.columns - {"loss_weights"}), GRPO)
+    with pytest.raises(ColumnError, match="advantages"):
+        engine.forward_backward(batch.only(batch.columns - {"advantages"}), GRPO)
+    first = batch["mask"].clone()
+    first[0] = True
+    with pytest.raises(ColumnError, match="position 0"):
+        engine.forward(batch.with_columns(token={"mask": first}), frozenset({"logprobs"}))
+
+
+# ------------------------------------------------------------------------------------------------------ steps
+
+
+def test_gradients_add_up(make: Make) -> None:
+    whole, parts = make(), make()
+    whole.forward_backward(rows(), GRPO)
+    for part in rows().split([2, 0, 3]):
+        parts.forward_backward(part, GRPO)
+    whole.step()
+    parts.step()
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(parts)[name], tensor, atol=2e-6, rtol=0)
+    assert not equal(weights(whole), weights(make()))
+
+
+def test_the_engine_never_normalises(make: Make) -> None:
+    batch = rows()
+    doubled = batch.with_columns(token={"loss_weights": 2 * batch["loss_weights"]})
+    once, twice = (make().forward_backward(each, GRPO)[0]["train/loss"].value for each in (batch, doubled))
+    assert twice == pytest.approx(2 * once, rel=1e-5)
+    engine = make()
+    engine.forward_backward(batch.with_columns(token={"loss_weights": torch.zeros(batch.num_tokens)}), GRPO)
+    engine.step()
+    assert equal(weights(engine), weights(make()))
+
+
+def test_training_lowers_the_loss(make: Make) -> None:
+    engine = make()
+    losses: list[float] = []
+    for _ in range(15):
+        losses.append(engine.forward_backward(rows(), SFT)[0]["train/loss"].value)
+        assert engine.step()["train/refused_steps"].value == 0
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_a_step_needs_a_gradient(make: Make) -> None:
+    engine = make()
+    with pytest.raises(EmptyBatchError, match="no token has counted"):
+        engine.step()
+    masked = rows().with_columns(token={"mask": torch.zeros(rows().num_tokens, dtype=torch.bool)})
+    _, out = engine.forward_backward(masked, GRPO)
+    assert bool((out["logprobs"] == 0).all())
+    with pytest.raises(EmptyBatchError):
+        engine.step()
+
+
+def test_what_stands_under_the_mask_is_inert(make: Make) -> None:
+    batch = rows()
+    garbage = {
+        name: torch.where(batch["mask"], batch[name], torch.nan)
+        for name in ("old_logprobs", "ref_logprobs", "advantages", "loss_weights")
+    }
+    clean, dirty = make(), make()
+    want = clean.forward_backward(batch, GRPO)[0].values_by_name()
+    assert dirty.forward_backward(batch.with_columns(token=garbage), GRPO)[0].values_by_name() == want
+    clean.step()
+    dirty.step()
+    assert equal(weights(clean), weights(dirty))
+
+
+def poisoned() -> DataProto:
+    batch = rows()
+    advantages = batch["advantages"].clone()
+    advantages[int(batch["mask"].nonzero()[4])] = torch.nan
+    return batch.with_columns(token={"advantages": advantages})
+
+
+def test_a_loss_that_is_not_finite_refuses_the_step(make: Make) -> None:
+    engine = make()
+    before = weights(engine)
+    engine.forward_backward(rows(), GRPO)
+    engine.forward_backward(poisoned(), GRPO)
+    assert engine.step()["train/refused_steps"].value == 1
+    assert equal(weights(engine), before)
+    # Nothing of the refused step is left: the next is that of an engine which never saw it.
+    fresh = make()
+    for each in (engine, fresh):
+        each.forward_backward(rows(), GRPO)
+        assert each.step()["train/refused_steps"].value == 0
+    assert equal(weights(engine), weights(fresh))
+
+
+def test_too_many_refused_steps_in_a_row_stop_the_run(make: Make) -> None:
+    engine = make()  # one refused step is tolerated
+    for _ in range(2):
+        engine.forward_backward(poisoned(), GRPO)
+        engine.step()
+        engine.forward_backward(rows(), GRPO)
+        engine.step()
+    engine.forward_backward(poisoned(), GRPO)
+    engine.step()
+    engine.forward_backward(poisoned(), GRPO)
+    with pytest.raises(NonFiniteError, match=r"'policy' is nan.*2 steps in a row"):
+        engine.step()
+
+
+# ------------------------------------------------------------------------------------------- weights, on disk
+
+
+def test_the_layout_describes_the_shards(make: Make) -> None:
+    engine = make()
+    owned = {spec.name: spec for spec in engine.layout().specs if spec.tied_to is None}
+    shards = list(engine.weight_shards())
+    assert [shard.name for shard in shards] == list(owned)
+    for shard in shards:
+        spec = owned[shard.name]
+        assert shard.shape == spec.shape == tuple(shard.tensor.shape)
+        assert shard.offsets == (0,) * len(shard.shape)
+        assert str(shard.tensor.dtype) == f"torch.{spec.dtype}"
+        assert not shard.tensor.requires_grad
+    for spec in engine.layout().specs:
+        assert spec.tied_to is None or spec.shape == owned[spec.tied_to].shape
+
+
+def test_a_loaded_engine_goes_on_bit_for_bit(make: Make, tmp_path: Path) -> None:
+    config = TrainConfig(lr=0.01, schedule="cosine", warmup_steps=2, total_steps=10, micro_batch_tokens=16, max_nonfinite=1)
+    engine = make(config)
+
+    def train(each: TrainEngine, steps: range) -> dict[str, Tensor]:
+        for seed in steps:
+            each.forward_backward(make_rows([4, 7, 3], seed), GRPO)
+            each.step()
+        return weights(each)
+
+    train(engine, range(3))
+    engine.forward_backward(poisoned(), GRPO)
+    engine.step()  # the count of refused steps is part of the state
+    engine.save(tmp_path / "state")
+    after = train(engine, range(3, 6))
+
+    other = make(config)
+    train(other, range(90, 92))
+    other.forward_backward(rows(), GRPO)
+    other.load(tmp_path / "state")
+    other.save(tmp_path / "again")
+    for path in (tmp_path / "state").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+    assert equal(train(other, range(3, 6)), after)
+
+    other.load(tmp_path / "state")
+    other.forward_backward(poisoned(), GRPO)
+    with pytest.raises(NonFiniteError):
+        other.step()
+
+
+def test_load_refuses_other_models_and_broken_files(make: Make, tmp_path: Path) -> None:
+    engine = make()
+    before = weights(engine)
+    with pytest.raises(SnapshotError, match="no training state"):
+        engine.load(tmp_path / "nothing")
+    make(vocab=VOCAB + 1).save(tmp_path / "other")
+    with pytest.raises(ModelError, match=str(VOCAB + 1)):
+        engine.load(tmp_path / "other")
+    engine.save(tmp_path / "mine")
+    for path in (tmp_path / "mine").iterdir():
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(SnapshotError, match="no training state"):
+            engine.load(tmp_path / "mine")
+        path.write_bytes(whole)
+    assert equal(weights(engine), before)
+
+
+def test_save_refuses_a_pending_gradient_and_says_when_it_cannot_write(make: Make, tmp_path: Path) -> None:
+    engine = make()
+    engine.forward_backward(rows(), SFT)
+    with pytest.raises(EngineError, match="step first"):
+        engine.save(tmp_path)
+    engine.step()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SnapshotError, match="file"):
+        engine.save(tmp_path / "file")
+
+
+def test_an_unknown_loss_is_named(make: Make) -> None:
+    with pytest.raises(LookupError, match="ppo_clop"):
+        make().forward_backward(rows(), LossRef("ppo_clop"))

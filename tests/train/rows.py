@@ -1,0 +1,54 @@
+"""Batches for tests of what trains: ragged rows with a prompt, sampled tokens and, here and there, an observation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.algos.aggregation import Aggregation, loss_weights
+from tandem.data_proto import DataProto
+from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
+from tandem.types import Key
+
+VOCAB = 16
+TINY = DecoderConfig(
+    vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=128
+)
+
+
+def tiny_decoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Random weights five times larger than usual, so that its predictions are far from uniform."""
+    decoder = init_decoder(TINY, seed, dtype)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    return decoder
+
+
+def make_rows(lengths: list[int], seed: int = 0, *, aggregation: Aggregation = "token-mean", space: str = "train") -> DataProto:
+    """Rows of these lengths (at least 2), with every column that a policy loss reads; the first token is never sampled."""
+    generator = torch.Generator().manual_seed(seed)
+    num = sum(lengths)
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    mask = torch.rand(num, generator=generator) < 0.7
+    mask[starts] = False
+    mask[starts + 1] = True
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(num, generator=generator)
+
+    sizes = torch.tensor(lengths)
+    return DataProto.make(
+        (Key(space, i) for i in range(len(lengths))),
+        sizes,
+        token={
+            "tokens": torch.randint(VOCAB, (num,), generator=generator),
+            "mask": mask,
+            "old_logprobs": torch.where(mask, -2.5 + noise(0.3), 0.0),
+            "ref_logprobs": torch.where(mask, -2.5 + noise(0.3), 0.0),
+            "advantages": torch.where(mask, noise(1.0), 0.0),
+            "loss_weights": loss_weights(mask, sizes, aggregation=aggregation),
+        },
+        row={"temperature": torch.ones(len(lengths))},
+    )
