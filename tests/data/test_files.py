@@ -32,27 +32,22 @@ def test_columns_become_a_task(write: Any, tmp_path: Path) -> None:
     dataset = FileDataset(
         write(
             tmp_path,
-            {"id": "a", "prompt": "2+2 é", "answer": "4", "level": 3, "tags": ["x", {"y": None}]},
+            {"id": "a", "prompt": "2+2 é", "answer": "4", "level": 3, "tags": [{"x": "1", "y": None}]},
             {"id": "b", "prompt": "3+3", "answer": "6", "level": 0.5, "tags": []},
         )
     )
     assert dataset.name == "rows"
-    assert dataset[0] == Task("a", (Message("user", "2+2 é"),), "4", "rows", {"level": 3, "tags": ["x", {"y": None}]})
+    assert dataset[0] == Task("a", (Message("user", "2+2 é"),), "4", "rows", {"level": 3, "tags": [{"x": "1", "y": None}]})
     assert dataset[1].answer == "6"
 
 
 def test_conversations_completions_and_numbers_of_rows(tmp_path: Path) -> None:
     talk = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    called = {"role": "assistant", "content": None, "tool_calls": CALLS}
     dataset = FileDataset(
         written(
             tmp_path,
-            {
-                "messages": [
-                    *talk,
-                    {"role": "assistant", "content": None, "tool_calls": CALLS},
-                    {"role": "tool", "content": "2", "name": "add"},
-                ]
-            },
+            {"messages": [*talk, called, {"role": "tool", "content": "2", "name": "add"}]},
             "",
             {"prompt": talk, "completion": "C", "ground_truth": {"x": [1]}},
             {"prompt": "P", "id": 7},
@@ -106,7 +101,7 @@ def test_bad_rows_are_refused_with_their_place(rows: tuple[Any, ...], match: str
 def test_bad_files_are_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no dataset file absent\.jsonl: correct the path \(relative paths start at /"):
         FileDataset(Path("absent.jsonl"))
-    with pytest.raises(DataError, match="neither .jsonl nor .parquet: convert it"):
+    with pytest.raises(DataError, match="convert it, or rename it"):
         FileDataset(tmp_path / "rows.csv")
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "\xff"}\n')
