@@ -1,19 +1,19 @@
 """Fakes for the tests of other rooms: an engine and an LLM that say what a script tells them, without a model.
 
-`FakeEngine` has the exact semantics of the port, since it shares the life of requests with the native engine.
-`FakeLLM` speaks text and records samples whose tokens are code points.
+`FakeEngine` has the exact semantics of the port, since it shares the life of requests with the native engine, and
+`FakeLLM` those of the session.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Callable, Sequence
 
 from tandem.ports import Reply, WeightSource
+from tandem.rollout.session import Session, Tools
 from tandem.rollout.stepping import SteppingEngine, Stream
-from tandem.types import Json, Key, Message, PolicyRef, Sample, SamplingParams, Stop
+from tandem.text.fake import FakeRenderer
+from tandem.types import Key, Message, PolicyRef, SamplingParams
 
 Script = Callable[[tuple[int, ...]], Sequence[int]]
 
@@ -83,42 +83,24 @@ class FakeEngine(SteppingEngine):
         self._fresh.clear()
 
 
-class FakeLLM:
-    """Says `turns` one after the other, whatever it is asked; after the last it says "" and stops for "length".
+class FakeLLM(Session):
+    """Implements ports.LLM: says `turns` one after the other, whatever it is asked, and then nothing.
 
-    Implements ports.LLM. One sample holds the whole conversation: of each call the messages that are new, and the turn.
+    It is a session over the fake engine and the fake renderer, so its samples are recorded as real ones are.
+    asked: the messages of each call of `chat`.
     """
 
     def __init__(self, turns: Sequence[str], key: Key, policy: PolicyRef | None = None) -> None:
-        self.asked: list[tuple[Message, ...]] = []  # the messages of each call
-        self._turns = deque(turns)
-        self._key, self._policy = key, policy or PolicyRef()
-        self._text: list[tuple[str, bool]] = []
-        self._heard = 0
-        self._stop: Stop = "abort"
+        renderer, left = FakeRenderer(), deque(turns)
 
-    async def chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Json]] = (), params: SamplingParams | None = None
-    ) -> Reply:
+        def script(prompt: tuple[int, ...]) -> Sequence[int]:
+            return renderer.demonstration([Message("assistant", left.popleft())])[0][1:] if left else ()
+
+        super().__init__(
+            FakeEngine(script, policy=policy), renderer, key, SamplingParams(max_tokens=1 << 16), seed=0, max_context=1 << 20
+        )
+        self.asked: list[tuple[Message, ...]] = []
+
+    async def chat(self, messages: Sequence[Message], *, tools: Tools = (), params: SamplingParams | None = None) -> Reply:
         self.asked.append(tuple(messages))
-        self._text += [(message.content, False) for message in messages[self._heard :]]
-        self._heard = len(messages) + 1
-        return Reply(Message("assistant", self._say()), self._stop)
-
-    async def complete(self, tokens: Sequence[int], params: SamplingParams | None = None) -> tuple[tuple[int, ...], Stop]:
-        self._text.append((_characters(tokens), False))
-        return tuple(map(ord, self._say())), self._stop
-
-    def samples(self) -> tuple[Sample, ...]:
-        tokens = [ord(character) for text, _ in self._text for character in text]
-        if not tokens:
-            return ()
-        mask = [sampled for text, sampled in self._text for _ in text]
-        runs = ((self._policy, sum(mask)),) if any(mask) else ()
-        return (Sample(self._key, np.array(tokens), np.array(mask), -np.array(mask, np.float32), runs, self._stop),)
-
-    def _say(self) -> str:
-        self._stop = "stop" if self._turns else "length"
-        turn = self._turns.popleft() if self._turns else ""
-        self._text.append((turn, True))
-        return turn
+        return await super().chat(messages, tools=tools, params=params)
