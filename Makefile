@@ -1,0 +1,57 @@
+# Everything runs in one virtual environment, .venv. Stamps in it remember what is installed, so that nothing is
+# installed twice; `make clean` starts over.
+
+PYTHON ?= python3
+# torch is installed first and pinned, so that a CPU machine does not pull gigabytes of GPU libraries with a newer
+# release. For another build: make quickstart TORCH='torch==2.14.*' (or the path of a wheel).
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+# Waiting threads sleep instead of spinning: on a busy machine that is the difference between minutes and hours.
+export OMP_WAIT_POLICY ?= passive
+export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
+
+.PHONY: quickstart install test test-slow check clean
+
+quickstart: .venv/installed ## install, then train a small model from scratch
+	$(BIN)/tandem train recipes/quickstart.yaml
+
+install: .venv/installed ## install Tandem into .venv
+
+test: .venv/installed-test ## run every test that is not marked slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+test-slow: .venv/installed-test ## run the tests that are marked slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+
+check: .venv/installed-check ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf .venv dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'Tandem needs Python 3.11 or newer, and $(PYTHON) is older or missing; say: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/installed: .venv/created pyproject.toml
+	@echo 'Installing into .venv; the first time this takes some minutes.'
+	$(PIP) '$(TORCH)'
+	$(PIP) --editable .
+	@touch $@
+
+.venv/installed-test: .venv/installed
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+.venv/installed-check: .venv/installed
+	$(PIP) --editable '.[check]'
+	@touch $@
