@@ -8,7 +8,7 @@ Adapters stand side by side in their rooms and implement these structurally; the
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -417,10 +417,13 @@ class Source(Protocol):
 
     @property
     def policy(self) -> PolicyRef: ...
-    def __aiter__(self) -> AsyncIterator[BatchRef]: ...
+
+    def __aiter__(self) -> AsyncGenerator[BatchRef, None]:
+        """Batches without end, each leased until `advance`. Closing the generator ends what runs behind it."""
+        ...
 
     async def advance(self, policy: PolicyRef) -> Metrics:
-        """The batch was trained on: acknowledges its lease and opens the gate for `policy`."""
+        """The batch was trained on and made `policy`: acknowledges its lease; the next one's gate is that policy's."""
         ...
 
     def training(self) -> AbstractAsyncContextManager[None]:
@@ -432,7 +435,18 @@ class Source(Protocol):
 
 
 class Tracker(Protocol):
+    """Where metrics go. A NaN is recorded as what it is; what is logged twice for one step is recorded twice."""
+
     def log(self, metrics: Metrics, step: int) -> None: ...
+
+    def state(self) -> dict[str, Json]:
+        """Where the record stands, and it is durable up to there: what a snapshot keeps."""
+        ...
+
+    def restore(self, state: Mapping[str, Json]) -> None:
+        """Forgets what was logged after that `state()`, before anything is logged here; {} is the very beginning."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -376,7 +376,7 @@ def test_a_removal_that_stops_half_way_leaves_no_half_in_the_list(tmp_path: Path
 
     with monkeypatch.context() as patch:
         patch.setattr(snapshots.shutil, "rmtree", stops)
-        with pytest.raises(SnapshotError, match="cannot remove old snapshots in .*: Permission denied"):
+        with pytest.raises(SnapshotError, match=r"cannot remove old snapshots in .*: Permission denied"):
             write(store, 2)
     assert [name for name in names(tmp_path) if "partial" not in name] == ["step-00000002"]
     assert is_whole(latest(open_store(tmp_path)), 2)

@@ -1,0 +1,102 @@
+"""What one sees while a run goes on: a live line in a terminal; elsewhere a plain line now and then.
+
+    GRPO ━━━━━━━━━━╸━━━━━━━━━ 24/60  reward 0.71  held-out 0.82  3,412 tokens/s  0:31 left
+
+It shows the last value of each field that it is given and computes nothing but the time left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from tandem.types import Json, Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A metric to show. pattern: how, e.g. "reward {:.2f}"."""
+
+    metric: str
+    pattern: str
+
+
+class ConsoleTracker:
+    """Implements ports.Tracker for one phase of `steps` steps.
+
+    console: where to write; without a terminal behind it no control character is written, and a line at most every
+    `plain_every_s` seconds, for the first and for the last step.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        steps: int,
+        fields: Sequence[Field],
+        *,
+        console: Console | None = None,
+        plain_every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._title, self._steps, self._fields = title, steps, tuple(fields)
+        self._console = console or Console()
+        self._plain_every_s, self._clock = plain_every_s, clock
+        self._began = clock()
+        self._start = self._last = 0
+        self._shown: dict[str, float] = {}
+        self._said: float | None = None
+        self._live: tuple[Progress, TaskID] | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            progress = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=20),
+                TextColumn("{task.completed}/{task.total}  {task.fields[text]}", markup=False),
+                console=self._console,
+            )
+            progress.start()
+            self._live = (progress, progress.add_task(title, total=steps, text=""))
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._last = step
+        self._shown.update(metrics.values_by_name())
+        text = "  ".join([*self._values(), self._time_left(step)])
+        if self._live:
+            progress, task = self._live
+            progress.update(task, completed=step, text=text)
+            return
+        now = self._clock()
+        if self._said is None or step == self._steps or now - self._said >= self._plain_every_s:
+            self._said = now
+            line = f"{self._title} {step}/{self._steps}  {text}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _values(self) -> list[str]:
+        return [field.pattern.format(self._shown[field.metric]) for field in self._fields if field.metric in self._shown]
+
+    def _time_left(self, step: int) -> str:
+        done = step - self._start
+        if done <= 0:
+            return "? left"
+        seconds = round((self._clock() - self._began) / done * max(0, self._steps - step))
+        hours, minutes = divmod(seconds // 60, 60)
+        return f"{hours}:{minutes:02d}:{seconds % 60:02d} left" if hours else f"{minutes}:{seconds % 60:02d} left"
+
+    def state(self) -> dict[str, Json]:
+        return {"step": self._last}
+
+    def restore(self, state: Mapping[str, Json]) -> None:
+        step = state.get("step", 0)
+        assert isinstance(step, int), f"state {dict(state)} is not a console's"
+        self._start = self._last = step
+        if self._live:
+            progress, task = self._live
+            progress.update(task, completed=step)
+
+    def close(self) -> None:
+        if self._live:
+            self._live[0].stop()
+            self._live = None

@@ -1,0 +1,75 @@
+"""What a run says at its end: before and after, three completions, the learning curve, where things are, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from tandem.track.curve import LearningCurve, draw_text
+from tandem.track.samples import prompt_text, reply_text
+from tandem.track.summary import Summary
+from tandem.types import Episode
+
+_NAMES = {"pass@1": "pass@1, sampled", "greedy": "pass@1, greedy"}
+
+
+def final_report(
+    console: Console,
+    summary: Summary,
+    curve: LearningCurve,
+    samples: Sequence[Episode],
+    places: Mapping[str, Path],
+    next_command: str,
+) -> None:
+    """Prints the report. samples: held-out episodes, of which the first three are shown. places: what -> where it lies."""
+    console.print()
+    console.print(before_after(summary))
+    console.print()
+    for episode in samples[:3]:
+        console.print(_shown(episode), soft_wrap=True)
+    console.print()
+    console.print(draw_text(curve, width=min(console.width, 100)))
+    console.print()
+    for what, where in places.items():
+        console.print(f"{escape(what):<16} [bold]{escape(str(where))}[/bold]", soft_wrap=True, highlight=False)
+    console.print(f"{'try next':<16} [bold green]{escape(next_command)}[/bold green]", soft_wrap=True, highlight=False)
+
+
+def before_after(summary: Summary) -> Table:
+    """A row for each rate that was measured both times."""
+    before, after = summary.eval_before, summary.eval_after
+    minutes, seconds = divmod(round(summary.wall_s), 60)
+    table = Table(
+        title=f"{after['n']:,.0f} held-out tasks, {summary.steps} steps, {minutes}:{seconds:02d} min", title_justify="left"
+    )
+    table.add_column("")
+    for heading in ("before", "after", "change"):
+        table.add_column(heading, justify="right")
+    for name in before:
+        if name in after and name != "n":
+            change = after[name] - before[name]
+            style = "green" if change > 0 else "red" if change < 0 else ""
+            table.add_row(
+                _NAMES.get(name, name), f"{before[name]:.1%}", f"{after[name]:.1%}", Text(f"{100 * change:+.1f} pts", style)
+            )
+    return table
+
+
+def _shown(episode: Episode) -> Text:
+    """A task, what the policy made of it, and the reward."""
+    value = episode.reward.value if episode.reward else None
+    mark, style = ("?", "yellow") if value is None else ("✓", "green") if value > 0 else ("✗", "red")
+    text = Text.assemble((f"{mark} ", style), (_one_line(prompt_text(episode)), "dim"))
+    text.append(f"\n  → {_one_line(reply_text(episode))}")
+    reward = "none" if value is None else f"{value:g}"
+    return text.append(f"   (reward {reward}, {episode.stop})", "dim")
+
+
+def _one_line(text: str, width: int = 240) -> str:
+    line = text.replace("\n", " ⏎ ")
+    return line if len(line) <= width else f"{line[: width - 1]}…"

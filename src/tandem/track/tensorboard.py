@@ -1,0 +1,49 @@
+"""TensorBoard scalars.
+
+Two phases that count their steps from the beginning belong in two directories: resuming hides every later step of a
+directory, whatever its metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.types import Json, Metrics
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+
+class TensorBoardTracker:
+    """Implements ports.Tracker. The event file is made when something is logged first."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer: SummaryWriter | None = None
+        self._last = -1
+        self._purge_step: int | None = None
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
+        for name, value in metrics.values_by_name().items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+        self._last = step
+
+    def state(self) -> dict[str, Json]:
+        return {"step": self._last}
+
+    def restore(self, state: Mapping[str, Json]) -> None:
+        step = state.get("step", -1)
+        assert isinstance(step, int), f"state {dict(state)} is not TensorBoard's"
+        self._last, self._purge_step = step, step + 1
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

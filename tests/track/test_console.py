@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tandem.track.console import ConsoleTracker, Field
+from tandem.types import Metrics
+
+FIELDS = [
+    Field("reward/mean", "reward {:.2f}"),
+    Field("eval/pass@1", "held-out {:.2f}"),
+    Field("tokens_per_s", "{:,.0f} tokens/s"),
+]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(console: Console, clock: Clock, steps: int = 12, *, restored: int = 0) -> None:
+    tracker = ConsoleTracker("GRPO [1]", steps, FIELDS, console=console, clock=clock)
+    if restored:
+        tracker.restore({"step": restored})
+    for step in range(restored + 1, steps + 1):
+        clock.now += 2
+        metrics = Metrics.mean({"reward/mean": step / 16, "tokens_per_s": 3412.4, "not shown": 1.0})
+        if step % 3 == 0:
+            metrics += Metrics.mean({"eval/pass@1": step / 20})
+        tracker.log(metrics, step)
+    tracker.close()
+    tracker.close()
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    file = io.StringIO()
+    run(Console(file=file, width=40), Clock())
+    assert file.getvalue().splitlines() == [
+        "GRPO [1] 1/12  reward 0.06  3,412 tokens/s  0:22 left",
+        "GRPO [1] 4/12  reward 0.25  held-out 0.15  3,412 tokens/s  0:16 left",
+        "GRPO [1] 7/12  reward 0.44  held-out 0.30  3,412 tokens/s  0:10 left",
+        "GRPO [1] 10/12  reward 0.62  held-out 0.45  3,412 tokens/s  0:04 left",
+        "GRPO [1] 12/12  reward 0.75  held-out 0.60  3,412 tokens/s  0:00 left",
+    ]
+
+
+@pytest.mark.parametrize("variable", ["TERM", "none"])
+def test_no_control_characters_where_they_are_not_understood(variable: str) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=variable == "TERM", _environ={"TERM": "dumb"})
+    run(console, Clock())
+    assert file.getvalue().count("\n") == 5
+    assert file.getvalue().replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_live_line_in_a_terminal(width: int) -> None:
+    file = io.StringIO()
+    run(Console(file=file, force_terminal=True, width=width, _environ={"TERM": "xterm"}), Clock())
+    text = file.getvalue()
+    assert "\x1b" in text
+    last_frame = text.rsplit("\r", 1)[-1]
+    assert "12/12  reward 0.75  held-out 0.60  3,412 tokens/s  0:00 left" in last_frame
+    assert "GRPO [1] " in last_frame
+    assert text.endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def test_time_left_counts_from_where_the_run_was_resumed() -> None:
+    file = io.StringIO()
+    run(Console(file=file), Clock(), steps=3600, restored=3597)
+    assert file.getvalue().splitlines()[0].endswith("0:04 left")
+    file = io.StringIO()
+    clock = Clock()
+    tracker = ConsoleTracker("GRPO", 3601, [], console=Console(file=file), clock=clock)
+    tracker.log(Metrics(), 0)
+    clock.now += 10
+    tracker.log(Metrics(), 1)
+    tracker.close()
+    assert [line.split("  ")[-1] for line in file.getvalue().splitlines()] == ["? left", "10:00:00 left"]
