@@ -13,6 +13,7 @@ from tandem.track.fake import ListTracker
 from tandem.track.fan_out import Trackers
 from tandem.track.jsonl import JsonlTracker, Series, read_series
 from tandem.track.report import final_report
+from tandem.track.samples import SampleRecord
 from tandem.track.summary import Summary, write_summary
 from tandem.types import Metric, Metrics, RewardResult
 from tests.track.episodes import episode
@@ -108,7 +109,7 @@ def report(console: Console) -> None:
         episode(4, "not shown", None),
     ]
     places = {"model": Path("runs/quickstart/final"), "learning curve": Path("runs/[x]/curve.png")}
-    final_report(console, SUMMARY, CURVE, episodes, places, "tandem eval runs/quickstart/final")
+    final_report(console, SUMMARY, CURVE, [SampleRecord.of(each) for each in episodes], places, "tandem eval runs/quickstart/final")
 
 
 def test_final_report_without_a_terminal() -> None:

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.track.samples import SampleLog, prompt_text, reply_text
+from tandem.track.samples import SampleLog, SampleRecord
 from tandem.types import Episode, Key, Message, PolicyRef, RewardResult, Sample, Task
 from tests.track.episodes import episode
 
@@ -15,7 +15,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 def test_a_line_an_episode(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples.jsonl")
-    log.write([episode(7, "395", RewardResult(1.0, components={"format": 0.5}))], step=3)
+    log.write([SampleRecord.of(episode(7, "395", RewardResult(1.0, components={"format": 0.5})))], step=3)
     log.close()
     assert lines(tmp_path / "samples.jsonl") == [
         {
@@ -37,7 +37,8 @@ def test_a_line_an_episode(tmp_path: Path) -> None:
 def test_a_failed_reward_is_null_with_its_reason_and_an_unjudged_one_null(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples.jsonl")
     failed = episode(1, "a", RewardResult.failed("no progress for 10 s"))
-    log.write([failed, episode(2, "b", None), replace(episode(3, "", None), samples=(), error="the agent failed")], step=1)
+    lost = replace(episode(3, "", None), samples=(), error="the agent failed")
+    log.write(map(SampleRecord.of, [failed, episode(2, "b", None), lost]), step=1)
     log.close()
     judged = [(line["reward"], line.get("reason"), line["policy"], line["tokens"]) for line in lines(tmp_path / "samples.jsonl")]
     assert judged == [
@@ -47,33 +48,31 @@ def test_a_failed_reward_is_null_with_its_reason_and_an_unjudged_one_null(tmp_pa
     ]
 
 
-def test_the_oldest_policy_of_all_branches_is_named(tmp_path: Path) -> None:
+def test_the_oldest_policy_of_all_branches_is_named() -> None:
     first = episode(1, "a", None)
     older = ((PolicyRef(version=3), 1), (PolicyRef(version=1), 1))
     branch = Sample(Key("train", 1, 0, 1), [5, 6], [True, True], [-1.0, -1.0], older, "stop")  # type: ignore[arg-type]
-    log = SampleLog(tmp_path / "samples.jsonl")
-    log.write([replace(first, samples=(*first.samples, branch))], step=1)
-    log.close()
-    (line,) = lines(tmp_path / "samples.jsonl")
-    assert (line["policy"], line["tokens"]) == ("policy@0.1", 4)
+    record = SampleRecord.of(replace(first, samples=(*first.samples, branch)))
+    assert (record.policy, record.tokens) == (PolicyRef(version=1), 4)
 
 
 def test_turns_that_the_policy_did_not_write_are_marked() -> None:
     prompt = (Message("system", "Be brief."), Message("user", "17 * 23?"))
     turns = (Message("assistant", "calc(17*23)"), Message("tool", "391"), Message("assistant", "391"))
     talk = Episode(Key("train", 0), Task("t", prompt), (), prompt + turns, "stop")
-    assert prompt_text(talk) == "[system] Be brief.\n17 * 23?"
-    assert reply_text(talk) == "calc(17*23)\n[tool] 391\n391"
+    record = SampleRecord.of(talk)
+    assert record.prompt == "[system] Be brief.\n17 * 23?"
+    assert record.text == "calc(17*23)\n[tool] 391\n391"
 
 
 def test_restoring_forgets_later_lines(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples.jsonl")
-    log.write([episode(1, "a", None)], step=1)
+    log.write([SampleRecord.of(episode(1, "a", None))], step=1)
     state = log.state()
-    log.write([episode(2, "b", None)], step=2)
+    log.write([SampleRecord.of(episode(2, "b", None))], step=2)
     log.close()
     log = SampleLog(tmp_path / "samples.jsonl")
     log.restore(state)
-    log.write([episode(2, "c", None)], step=2)
+    log.write([SampleRecord.of(episode(2, "c", None))], step=2)
     log.close()
     assert [line["text"] for line in lines(tmp_path / "samples.jsonl")] == ["a", "c"]

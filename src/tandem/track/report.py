@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.track.curve import LearningCurve, draw_text
-from tandem.track.samples import prompt_text, reply_text
+from tandem.track.samples import SampleRecord
 from tandem.track.summary import Summary
-from tandem.types import Episode
 
 _NAMES = {"pass@1": "pass@1, sampled", "greedy": "pass@1, greedy"}
 
@@ -22,16 +21,16 @@ def final_report(
     console: Console,
     summary: Summary,
     curve: LearningCurve,
-    samples: Sequence[Episode],
+    samples: Sequence[SampleRecord],
     places: Mapping[str, Path],
     next_command: str,
 ) -> None:
-    """Prints the report. samples: held-out episodes, of which the first three are shown. places: what -> where it lies."""
+    """Prints the report. samples: held-out ones, of which the first three are shown. places: what -> where it lies."""
     console.print()
     console.print(before_after(summary))
     console.print()
-    for episode in samples[:3]:
-        console.print(_shown(episode), soft_wrap=True)
+    for sample in samples[:3]:
+        console.print(_shown(sample), soft_wrap=True)
     console.print()
     console.print(draw_text(curve, width=min(console.width, 100)))
     console.print()
@@ -60,14 +59,14 @@ def before_after(summary: Summary) -> Table:
     return table
 
 
-def _shown(episode: Episode) -> Text:
+def _shown(sample: SampleRecord) -> Text:
     """A task, what the policy made of it, and the reward."""
-    value = episode.reward.value if episode.reward else None
+    value = sample.reward
     mark, style = ("?", "yellow") if value is None else ("✓", "green") if value > 0 else ("✗", "red")
-    text = Text.assemble((f"{mark} ", style), (_one_line(prompt_text(episode)), "dim"))
-    text.append(f"\n  → {_one_line(reply_text(episode))}")
+    text = Text.assemble((f"{mark} ", style), (_one_line(sample.prompt), "dim"))
+    text.append(f"\n  → {_one_line(sample.text)}")
     reward = "none" if value is None else f"{value:g}"
-    return text.append(f"   (reward {reward}, {episode.stop})", "dim")
+    return text.append(f"   (reward {reward}, {sample.stop})", "dim")
 
 
 def _one_line(text: str, width: int = 240) -> str:

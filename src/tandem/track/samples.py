@@ -5,57 +5,84 @@ Text here is a view for readers; nothing is trained on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.durable import AppendLog
 from tandem.track.jsonl import offset_of
-from tandem.types import Episode, Json, Message
+from tandem.types import Episode, Json, Key, Message, PolicyRef, Role, Stop
 
 
-def prompt_text(episode: Episode) -> str:
-    """What the policy was asked."""
-    return _text(episode.task.messages)
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """One episode for readers. prompt: what was asked; text: what followed. In text of several turns, those that the
+    policy did not write are marked with their role.
+
+    policy: the oldest that sampled any of its tokens. reward None: not judged, or not possible to judge for `reason`.
+    tokens: how many the policy sampled.
+    """
+
+    key: Key
+    task: str
+    prompt: str
+    text: str
+    reward: float | None
+    stop: Stop
+    policy: PolicyRef | None
+    answer: Json = None
+    tokens: int | None = None
+    components: Mapping[str, float] = field(default_factory=dict[str, float])
+    reason: str = ""
+
+    @classmethod
+    def of(cls, episode: Episode) -> SampleRecord:
+        task, reward = episode.task, episode.reward
+        policies = [sample.oldest_policy for sample in episode.samples]
+        return cls(
+            key=episode.key,
+            task=task.id,
+            prompt=_text(task.messages, "user"),
+            text=_text(episode.messages[len(task.messages) :], "assistant"),
+            reward=reward.value if reward else None,
+            stop=episode.stop,
+            policy=min((policy for policy in policies if policy is not None), default=None),
+            answer=task.answer,
+            tokens=sum(int(sample.mask.sum()) for sample in episode.samples),
+            components=reward.components if reward else {},
+            reason=episode.error or (reward.reason if reward else ""),
+        )
 
 
-def reply_text(episode: Episode) -> str:
-    """What followed; in several turns, those that the policy did not write are marked with their role."""
-    return _text(episode.messages[len(episode.task.messages) :])
-
-
-def _text(messages: Sequence[Message]) -> str:
-    plain = "assistant" if any(message.role == "assistant" for message in messages) else "user"
+def _text(messages: Sequence[Message], plain: Role) -> str:
     return "\n".join(message.content if message.role == plain else f"[{message.role}] {message.content}" for message in messages)
 
 
 class SampleLog:
-    """Appends episodes to a file of JSON lines. `policy` in a line is the oldest one that sampled any of its tokens."""
+    """Appends records to a file of JSON lines; what a record does not have is left out of its line."""
 
     def __init__(self, path: Path) -> None:
         self._log = AppendLog(path)
 
-    def write(self, episodes: Sequence[Episode], step: int) -> None:
-        for episode in episodes:
-            policies = [sample.oldest_policy for sample in episode.samples]
-            oldest = min((policy for policy in policies if policy is not None), default=None)
-            reward = episode.reward
-            record: dict[str, Json] = {
+    def write(self, records: Iterable[SampleRecord], step: int) -> None:
+        for record in records:
+            line: dict[str, Json] = {
                 "step": step,
-                "key": str(episode.key),
-                "task": episode.task.id,
-                "prompt": prompt_text(episode),
-                "text": reply_text(episode),
-                "answer": episode.task.answer,
-                "reward": None if reward is None else reward.value,
-                "stop": episode.stop,
-                "policy": None if oldest is None else str(oldest),
-                "tokens": sum(int(sample.mask.sum()) for sample in episode.samples),
+                "key": str(record.key),
+                "task": record.task,
+                "prompt": record.prompt,
+                "text": record.text,
+                "reward": record.reward,
+                "stop": record.stop,
+                "policy": str(record.policy) if record.policy else None,
             }
-            if reward is not None and reward.components:
-                record["components"] = dict(reward.components)
-            if reason := episode.error or (reward.reason if reward else ""):
-                record["reason"] = reason
-            self._log.append(record)
+            extras: dict[str, Json] = {
+                "answer": record.answer,
+                "tokens": record.tokens,
+                "components": dict(record.components) or None,
+                "reason": record.reason or None,
+            }
+            self._log.append(line | {name: value for name, value in extras.items() if value is not None})
 
     def state(self) -> dict[str, Json]:
         """Where the record stands, and it is durable up to there; see ports.Tracker."""
