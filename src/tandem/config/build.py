@@ -53,6 +53,7 @@ class Builder:
             return self._sequence(schema, layers[-1], path)
         if schemas.is_open(schema):
             return self._anything(layers, path)
+        assert not any(is_dataclass(kind) for kind in get_args(schema)), f"{path}: a choice of sections is not a schema"
         return self._scalar(schema, layers[-1], path)
 
     # -------------------------------------------------------------------------------------------------- sections
