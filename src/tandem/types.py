@@ -9,7 +9,7 @@ Legend: T tokens of one sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -327,6 +327,15 @@ class BatchRef:
         """The groups of the rows, each once, in row order."""
         return tuple(dict.fromkeys(key.group for key in self.keys))
 
+    def select(self, rows: Sequence[int]) -> BatchRef:
+        """The handle of the rows at these positions, in this order."""
+        return BatchRef(
+            tuple(self.keys[i] for i in rows),
+            self.columns,
+            tuple(self.lengths[i] for i in rows),
+            tuple(self.policies[i] for i in rows),
+        )
+
 
 # -------------------------------------------------------------------------------------------------- algorithms
 
@@ -345,7 +354,8 @@ class Algorithm:
 
     source: the paper. params: everything a recipe may set, with defaults. advantage: name of the estimator, or None
     where the objective needs none (SFT). loss: the policy loss. needs: columns the update reads; the pipeline is
-    derived from them. keep: name of the group filter of dynamic sampling, or None.
+    derived from them. keep: name of the group filter of dynamic sampling, or None. min_episodes: how many judged
+    episodes of a group the estimator needs; a smaller group is dropped.
     """
 
     name: str
@@ -355,6 +365,7 @@ class Algorithm:
     loss: str
     needs: frozenset[str]
     keep: str | None = None
+    min_episodes: int = 1
 
 
 BatchT = TypeVar("BatchT")

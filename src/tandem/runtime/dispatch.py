@@ -55,21 +55,12 @@ def scatter(args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> list[C
     positions = balanced(lengths if isinstance(lengths, tuple) else cast("list[int]", lengths.tolist()), size)
 
     def part(value: Any, rows: list[int]) -> Any:
-        if isinstance(value, DataProto):
-            return value.select(rows)
-        return select(value, rows) if isinstance(value, BatchRef) else value
+        return value.select(rows) if isinstance(value, DataProto | BatchRef) else value
 
     return [
         (tuple(part(value, rows) for value in args), {name: part(value, rows) for name, value in kwargs.items()})
         for rows in positions
     ]
-
-
-def select(ref: BatchRef, rows: Sequence[int]) -> BatchRef:
-    """The handle of the rows at these positions."""
-    return BatchRef(
-        tuple(ref.keys[i] for i in rows), ref.columns, tuple(ref.lengths[i] for i in rows), tuple(ref.policies[i] for i in rows)
-    )
 
 
 def keys_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Key, ...] | None:
@@ -103,4 +94,4 @@ def _joined(refs: Sequence[BatchRef], order: tuple[Key, ...] | None) -> BatchRef
     if order is None:
         return whole
     position = {key: i for i, key in enumerate(whole.keys)}
-    return select(whole, [position[key] for key in order])
+    return whole.select([position[key] for key in order])

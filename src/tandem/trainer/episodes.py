@@ -1,0 +1,34 @@
+"""Running one episode: the supervised edge around an agent, shared by training and evaluation."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from tandem.errors import ColumnError, DataError, TandemError
+from tandem.ports import LLM, AgentLoop
+from tandem.types import Episode, Key, Task
+
+
+async def run_episode(agent: AgentLoop, task: Task, llm: LLM, key: Key) -> Episode:
+    """The agent's episode; what the agent (its tools, its environment) raises becomes an episode that stopped with "error".
+
+    Tandem's own errors pass through, since they would hit the next episode too; a DataError says which task it is about.
+    """
+    try:
+        episode = await agent(task, llm, key)
+    except DataError as problem:
+        raise DataError(f"task {task.id!r}: {problem}") from problem
+    except TandemError:
+        raise
+    except Exception as problem:  # noqa: BLE001
+        return Episode(key, task, (), task.messages, "error", error=f"{type(problem).__name__}: {problem}")
+    if episode.key != key:
+        raise ColumnError(f"the agent returned episode {episode.key} when it was asked for {key}; it must keep its key")
+    return episode
+
+
+def first_error(problem: BaseException) -> BaseException:
+    """The first error inside a task group's, however deep."""
+    if isinstance(problem, BaseExceptionGroup):
+        return first_error(cast("BaseExceptionGroup[BaseException]", problem).exceptions[0])
+    return problem

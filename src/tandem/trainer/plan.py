@@ -1,0 +1,70 @@
+"""The pipeline between a batch and its update, derived from columns: who needs what decides which stages run.
+
+    plan(needs={"advantages"}, have={"tokens", "mask", "rewards"}, stages)  ->  advantages
+
+It is not a scheduler: every stage is given the whole batch, one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from tandem.errors import PlanError
+from tandem.types import BatchRef, Metrics, Stage
+
+BatchStage = Stage[BatchRef]
+"""A stage that is given a handle: it reads its columns from the queue, writes what it gives, and returns the new handle."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages in an order in which each finds what it needs."""
+
+    stages: tuple[BatchStage, ...]
+
+    def __str__(self) -> str:
+        return " -> ".join(stage.name for stage in self.stages) or "nothing"
+
+    async def run(self, batch: BatchRef) -> Metrics:
+        """Runs the stages on this batch. Raises PlanError for a stage that did not give what it promised."""
+        metrics = Metrics()
+        for stage in self.stages:
+            began_s = time.perf_counter()
+            batch, measured = await stage.run(batch)
+            if missing := stage.gives - batch.columns:
+                raise PlanError(f"stage {stage.name!r} promised {sorted(stage.gives)} and did not give {sorted(missing)}")
+            metrics += measured + Metrics.sum({f"time/stage_{stage.name}_s": time.perf_counter() - began_s})
+        return metrics
+
+
+def plan(needs: Collection[str], have: Collection[str], stages: Sequence[BatchStage]) -> Plan:
+    """The stages that lead from the columns `have` to the columns `needs`, and no others.
+
+    Walks needed columns backwards; of stages that do not depend on each other, the order is that of the columns' names.
+    Raises PlanError for a column that no stage gives, that two stages give, or that needs itself.
+    """
+    ordered: list[BatchStage] = []
+
+    def want(column: str, chain: tuple[str, ...]) -> None:
+        if column in have or any(column in stage.gives for stage in ordered):
+            return
+        path = " <- ".join((repr(column), *reversed(chain)))
+        givers = [stage for stage in stages if column in stage.gives]
+        if not givers:
+            known = sorted(set(have).union(*(stage.gives for stage in stages)))
+            raise PlanError(
+                f"no stage gives column {column!r} ({path}); there are {', '.join(known)}: add the stage or leave out its user"
+            )
+        if len(givers) > 1:
+            raise PlanError(f"column {column!r} ({path}) is given by stages {', '.join(stage.name for stage in givers)}: leave one")
+        if givers[0].name in chain:
+            raise PlanError(f"stage {givers[0].name!r} needs what it gives itself: {path}")
+        for need in sorted(givers[0].needs):
+            want(need, (*chain, givers[0].name))
+        ordered.append(givers[0])
+
+    for column in sorted(needs):
+        want(column, ("update",))
+    return Plan(tuple(ordered))
