@@ -12,7 +12,7 @@ from tandem import ports
 ROOT = Path(__file__).parents[2]
 
 PORTS = {
-    "WeightSource": "shared shards",
+    "WeightSource": "shards shared",
     "TrainEngine": "forward forward_backward layout load place save step weight_shards",
     "RolloutEngine": "abort capabilities close generate load_weights pause place policy resume",
     "CheckpointEngine": "connect publish",
@@ -26,7 +26,7 @@ PORTS = {
     "WorkerGroup": "call call_each size",
     "Learner": "update",
     "Source": "__aiter__ advance policy restore state training",
-    "Tracker": "close log",
+    "Tracker": "close log restore state",
     "Dataset": "__getitem__ __len__ name",
 }
 
