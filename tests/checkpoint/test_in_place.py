@@ -3,14 +3,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from tandem.checkpoint.in_place import InPlace
 from tandem.checkpoint.wire import wire_hash
+from tandem.data_proto import DataProto
 from tandem.errors import EngineError
+from tandem.models.decoder import DecoderConfig, init_decoder
 from tandem.ports import WeightShard
-from tandem.types import PolicyRef
+from tandem.rollout.native import NativeConfig, NativeEngine
+from tandem.train.config import TrainConfig
+from tandem.train.torch_engine import TorchEngine
+from tandem.types import GenerateRequest, Key, LossRef, PolicyRef, Sample, SamplingParams
 from tests.contracts.test_checkpoint_engine import Rollout, Trainer, some_weights, whole
 
 
@@ -81,3 +87,39 @@ def test_wire_hash_sees_every_difference_and_nothing_else() -> None:
     strided = WeightShard("w", base.shape, base.offsets, base.tensor.T.contiguous().T.requires_grad_())
     assert wire_hash([strided]) == wire_hash([base])
     assert wire_hash([base, others[0]]) != wire_hash([others[0], base])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_real_engines_agree_after_every_update(tied: bool) -> None:
+    """The probe of law 8: under the weights just published, a sample's logprobs are the trainer's, bit for bit."""
+    config = DecoderConfig(17, 16, 32, 1, 2, 1, 8, tie_embeddings=tied, max_positions=64)
+    decoder = init_decoder(config, seed=3)
+    trainer = TorchEngine(decoder, TrainConfig(lr=0.05))
+    rollout = NativeEngine(decoder, str, NativeConfig(slots=4, max_context=64), exact=True)
+
+    async def sample(policy: PolicyRef) -> Sample:
+        request = GenerateRequest(Key("probe", policy.version), (1, 2, 3), SamplingParams(max_tokens=12), seed=0)
+        chunks = [chunk async for chunk in rollout.generate(request)]
+        assert {chunk.policy for chunk in chunks} == {policy}
+        tokens = np.array([*request.tokens, *(token for chunk in chunks for token in chunk.tokens)])
+        logprobs = np.array([0.0, 0.0, 0.0, *(value for chunk in chunks for value in chunk.logprobs)], np.float32)
+        return Sample(request.key, tokens, np.arange(15) >= 3, logprobs, ((policy, 12),), "length")
+
+    async def scenario() -> None:
+        engine, policy = InPlace(), PolicyRef()
+        await engine.connect(trainer, [rollout])
+        hashes: set[str | None] = set()
+        for _ in range(3):
+            policy = policy.next()
+            await engine.publish(policy)
+            hashes.add(engine.wire_hash)
+            rows = DataProto.from_samples([await sample(policy)])
+            given = trainer.forward(rows, frozenset({"logprobs"}))["logprobs"]
+            assert torch.equal(given, rows["rollout_logprobs"])
+            weights = {"loss_weights": rows["mask"].float()}
+            trainer.forward_backward(rows.with_columns(token=weights), LossRef("nll"))
+            trainer.step()
+        assert len(hashes) == 3
+        await rollout.close()
+
+    asyncio.run(scenario())
