@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.durable import attempt
 from tandem.types import Json, Metrics
 
 if TYPE_CHECKING:
@@ -26,13 +27,14 @@ class TensorBoardTracker:
         self._purge_step: int | None = None
 
     def log(self, metrics: Metrics, step: int) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard.writer import SummaryWriter
+        from torch.utils.tensorboard.writer import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
-        for name, value in metrics.values_by_name().items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        with attempt(f"write TensorBoard events in {self._directory}", self._directory):
+            if self._writer is None:
+                self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
+            for name, value in metrics.values_by_name().items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
         self._last = step
 
     def state(self) -> dict[str, Json]:
@@ -44,6 +46,7 @@ class TensorBoardTracker:
         self._last, self._purge_step = step, step + 1
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with attempt(f"write TensorBoard events in {self._directory}", self._directory):
+                writer.close()
