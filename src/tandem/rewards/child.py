@@ -1,0 +1,108 @@
+"""What runs in a reward worker: loads one function, then judges one group after the other until the other end closes.
+
+Frames on the socket are a length and a pickle. The first is ("ready", "") or ("broken", message); then each group's:
+("results", [...]), ("failed", reason) where the function raised, ("broken", message) where it broke its contract.
+Imports no torch, so that a worker starts in a moment.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, Literal, SupportsFloat, cast
+
+from tandem.errors import RegistryError, RewardError
+from tandem.registry import resolve
+from tandem.rewards.functions import FUNCTIONS, RewardFunction
+from tandem.types import Episode, Json, RewardResult, Task
+
+HEADER = struct.Struct(">Q")
+
+Answer = tuple[Literal["ready", "results", "failed", "broken"], Any]
+
+
+def serve(fd: int, name: str, params: Mapping[str, Json]) -> None:
+    """Runs until the socket `fd` closes, and ends then even in the middle of a group."""
+    connection = socket.socket(fileno=fd)
+    connection.set_inheritable(False)
+    groups: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, groups), daemon=True).start()
+    try:
+        function = load(name, params)
+    except RewardError as error:
+        _send(connection, ("broken", str(error)))
+        return
+    _send(connection, ("ready", ""))
+    while True:
+        task, group = pickle.loads(groups.get())
+        _send(connection, judge(function, name, params, task, group))
+
+
+def load(name: str, params: Mapping[str, Json]) -> RewardFunction:
+    """The function that a short name or a path stands for. Raises RewardError where it cannot be called as it must be."""
+    try:
+        function = resolve(name, FUNCTIONS, kind="reward function")
+    except RegistryError as error:
+        raise RewardError(str(error)) from None
+    if not callable(function):
+        raise RewardError(f"reward function {name!r} is {function!r}, which cannot be called: name a function")
+    try:
+        inspect.signature(function).bind((), (), **params)
+    except TypeError as error:
+        raise RewardError(f"reward function {name!r} cannot be called as function(task, group, **params): {error}") from None
+    return cast("RewardFunction", function)
+
+
+def judge(function: RewardFunction, name: str, params: Mapping[str, Json], task: Task, group: Sequence[Episode]) -> Answer:
+    try:
+        return "results", _results(name, function(task, group, **params), len(group))
+    except RewardError as error:
+        return "broken", str(error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 the function is the user's: it fails its own group only
+        return "failed", f"{type(error).__name__}: {error}".strip().split("\n")[0]
+
+
+def _results(name: str, given: object, count: int) -> list[RewardResult]:
+    promise = "it must return a list with one number or RewardResult for each episode, in order"
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping, set)):
+        raise RewardError(f"reward function {name!r} returned {given!r}; {promise}")
+    values = list(cast("Iterable[object]", given))
+    if len(values) != count:
+        raise RewardError(f"reward function {name!r} returned {len(values)} values for a group of {count} episodes; {promise}")
+    return [_result(name, value, promise) for value in values]
+
+
+def _result(name: str, value: Any, promise: str) -> RewardResult:
+    if value is None:
+        return RewardResult.failed("the reward function returned None")
+    if isinstance(value, RewardResult):
+        return RewardResult(  # of plain numbers, whatever the function has put there
+            None if value.value is None else float(value.value),
+            {str(part): float(number) for part, number in value.components.items()},
+            tuple((int(position), float(number)) for position, number in value.token_rewards),
+            value.reason,
+        )
+    if not isinstance(value, SupportsFloat):
+        raise RewardError(f"reward function {name!r} returned {value!r} for an episode; {promise}")
+    number = float(value)
+    return RewardResult(number) if math.isfinite(number) else RewardResult.failed(f"the reward function returned {number}")
+
+
+def _receive(connection: socket.socket, groups: SimpleQueue[bytes]) -> None:
+    """Its own thread, so that a worker that is stuck in a function ends when nobody waits for it any more."""
+    with connection.makefile("rb") as frames:
+        while header := frames.read(HEADER.size):
+            groups.put(frames.read(*HEADER.unpack(header)))
+    os._exit(0)
+
+
+def _send(connection: socket.socket, answer: Answer) -> None:
+    message = pickle.dumps(answer)
+    connection.sendall(HEADER.pack(len(message)) + message)

@@ -1,0 +1,73 @@
+"""Built-in reward functions: `function(task, group) -> one value an episode, in order`.
+
+`FUNCTIONS` is the registry's table of them. Only an answer that came to its end counts: an episode that was cut off has
+no answer. Imports nothing heavy, since every worker imports it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from tandem.rewards.expression import evaluate
+from tandem.types import Episode, RewardResult, Task
+
+RewardFunction = Callable[..., Sequence[float | RewardResult]]
+
+FUNCTIONS = {
+    "exact_match": "tandem.rewards.functions:exact_match",
+    "arithmetic": "tandem.rewards.functions:arithmetic",
+    "sorting": "tandem.rewards.functions:exact_match",
+    "countdown": "tandem.rewards.functions:countdown",
+    "calculator": "tandem.rewards.functions:exact_match",
+    "environment": "tandem.rewards.functions:environment",
+}
+
+
+def exact_match(task: Task, group: Sequence[Episode]) -> list[float]:
+    """1 where the last assistant turn, white space at its ends aside, is the task's answer."""
+    answer = str(_answer(task)).strip()
+    return _judged(group, lambda text: text == answer)
+
+
+def arithmetic(task: Task, group: Sequence[Episode]) -> list[float]:
+    """1 where the last assistant turn is one whole number, and the task's answer."""
+    answer = int(str(_answer(task)))
+    return _judged(group, lambda text: re.fullmatch(r"-?[0-9]{1,18}", text) is not None and int(text) == answer)
+
+
+def countdown(task: Task, group: Sequence[Episode]) -> list[float]:
+    """1 where the last assistant turn is an expression that reaches the target.
+
+    The task's answer is {"numbers", "target", "use"}: each number exactly once (use "all") or at most once ("some").
+    """
+    problem = cast("dict[str, Any]", _answer(task))
+    given = Counter[int](problem["numbers"])
+
+    def right(text: str) -> bool:
+        try:
+            value, numbers = evaluate(text)
+        except (ValueError, ZeroDivisionError):
+            return False
+        used = Counter(numbers)
+        return value == problem["target"] and (used <= given if problem["use"] == "some" else used == given)
+
+    return _judged(group, right)
+
+
+def environment(task: Task, group: Sequence[Episode]) -> list[float]:
+    """The sum of what the environment gave, step by step."""
+    del task
+    return [float(sum(episode.env_rewards)) for episode in group]
+
+
+def _judged(group: Sequence[Episode], right: Callable[[str], bool]) -> list[float]:
+    return [float(episode.stop == "stop" and right(episode.completion.strip())) for episode in group]
+
+
+def _answer(task: Task) -> object:
+    if task.answer is None:
+        raise ValueError(f"task {task.id!r} has no answer to compare with")
+    return task.answer

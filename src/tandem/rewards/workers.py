@@ -1,0 +1,205 @@
+"""Rewards by a function's name, in worker processes that can be killed: a hang or a crash costs one group its result.
+
+    start ..> idle -> one group -> idle        answered: results, or failed with what the function raised
+                          |
+                          `-> killed           no answer within the limit, died, or nobody waits any more; the next group
+                                               gets a new worker
+
+A judgement that could not be made is a failed result with its reason, never a 0. A function that breaks its contract is a
+RewardError and ends the run. What runs in a worker stands in child.py; how a failure counts is the trainer's to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem.errors import RewardError
+from tandem.rewards.child import HEADER, Answer
+from tandem.types import Episode, Json, RewardResult, Task
+
+_START_LIMIT_S = 60.0
+_SLICES = 10
+_CHILD = """
+import json, sys
+path, *arguments = json.loads(sys.argv[1])
+sys.path[:] = path
+from tandem.rewards.child import serve
+serve(*arguments)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardConfig:
+    """function: a built-in's short name, "package.module:function" or "path/file.py:function".
+
+    workers: groups judged at the same time. limit_s: seconds for one group, after which its worker is killed.
+    params: further arguments of the function, by name.
+    """
+
+    function: str
+    workers: int = 2
+    limit_s: float = 30.0
+    params: dict[str, Json] = field(default_factory=dict[str, Json])
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers is {self.workers} and must be at least 1")
+        if not self.limit_s > 0:
+            raise ValueError(f"limit_s is {self.limit_s} and must be greater than 0")
+
+
+class Journal(Protocol):
+    """Keeps judgements that a repeat might not give again, by episode."""
+
+    def get(self, key: str) -> RewardResult | None: ...
+    def record(self, key: str, result: RewardResult) -> None: ...
+
+
+class FunctionReward:
+    """Implements the Reward port with `config.function`, one group at a time a worker, in the order of the calls.
+
+    journal: a group whose worker was lost is recorded there before its failed results are returned, and a group that is
+    all in the journal is answered from it. Belongs to one event loop; `close` ends every worker.
+    """
+
+    def __init__(self, config: RewardConfig, journal: Journal | None = None) -> None:
+        self._config = config
+        self._journal = journal
+        self._places = asyncio.Semaphore(config.workers)
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+
+    async def start(self) -> None:
+        """Starts a worker. Raises RewardError where the function cannot be loaded: sooner than the first call would."""
+        async with self._places:
+            self._idle.append(await self._worker())
+
+    async def __call__(self, task: Task, group: Sequence[Episode]) -> Sequence[RewardResult]:
+        """See the port. Raises RewardError where the function cannot be loaded or breaks its contract."""
+        if self._journal is not None:
+            known = [result for episode in group if (result := self._journal.get(str(episode.key))) is not None]
+            if len(known) == len(group):
+                return known
+        message = pickle.dumps((task, tuple(group)))
+        async with self._places:
+            worker = self._idle.pop() if self._idle else await self._worker()
+            try:
+                kind, content = await worker.ask(message, self._config.limit_s)
+            except _LostError as lost:
+                await self._end(worker)
+                return self._recorded(group, RewardResult.failed(f"reward function {self._config.function!r} {lost}"))
+            except asyncio.CancelledError:
+                await self._end(worker)
+                raise
+            self._idle.append(worker)
+        if kind == "broken":
+            raise RewardError(content)
+        return content if kind == "results" else [RewardResult.failed(content)] * len(group)
+
+    async def close(self) -> None:
+        for worker in tuple(self._workers):
+            await self._end(worker)
+        self._idle.clear()
+
+    def _recorded(self, group: Sequence[Episode], result: RewardResult) -> Sequence[RewardResult]:
+        if self._journal is not None:
+            for episode in group:
+                self._journal.record(str(episode.key), result)
+        return [result] * len(group)
+
+    async def _worker(self) -> _Worker:
+        name = self._config.function
+        worker = await _Worker.started([name, self._config.params])
+        self._workers.add(worker)
+        try:
+            kind, content = await worker.answer(_START_LIMIT_S)
+        except _LostError as lost:
+            await self._end(worker)
+            raise RewardError(f"reward function {name!r} {lost} while its module was imported: look at what that does") from None
+        if kind == "broken":
+            await self._end(worker)
+            raise RewardError(content)
+        return worker
+
+    async def _end(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        await worker.end()
+
+
+class _LostError(Exception):
+    """A worker that gives no answer: the message says how, as the end of a sentence."""
+
+
+class _Worker:
+    """One process and the socket to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def started(cls, arguments: list[Json]) -> _Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            return cls(_spawn(theirs.fileno(), arguments), reader, writer)
+
+    async def ask(self, message: bytes, limit_s: float) -> Answer:
+        self._writer.write(HEADER.pack(len(message)) + message)
+        return await self.answer(limit_s)
+
+    async def answer(self, limit_s: float) -> Answer:
+        """The next answer. Raises _LostError where none comes in time or the process has died.
+
+        Waits in slices, so that an event loop that is busy with something else uses up one of them and not the limit.
+        """
+        reading = asyncio.ensure_future(self._read())
+        try:
+            for _ in range(_SLICES):
+                if (await asyncio.wait({reading}, timeout=limit_s / _SLICES))[0]:
+                    return reading.result()
+            raise _LostError(f"gave no answer within {limit_s:g} s")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise _LostError(f"lost its worker, which {self._how_it_died()}") from None
+        finally:
+            reading.cancel()
+
+    async def _read(self) -> Answer:
+        (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        return pickle.loads(await self._reader.readexactly(size))
+
+    async def end(self) -> None:
+        """Kills the process with all that it started; nothing of it is left when this returns."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+    def _how_it_died(self) -> str:
+        try:
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return "closed its end of the socket"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _spawn(fd: int, arguments: list[Json]) -> subprocess.Popen[bytes]:
+    """A worker as the leader of a process group. What its function prints goes to stderr, and it has no input."""
+    call = json.dumps([sys.path, fd, *arguments])
+    return subprocess.Popen(
+        [sys.executable, "-c", _CHILD, call], pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
+    )
