@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-settings.register_profile("tandem", deadline=None, derandomize=True)
+settings.register_profile("tandem", deadline=None, derandomize=True, report_multiple_bugs=False)
 settings.load_profile("tandem")

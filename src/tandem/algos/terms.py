@@ -20,7 +20,7 @@ from tandem.types import Metric, Metrics
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
-    """Whole rows, packed.
+    """Rows from their first token to their last counted one at least, packed.
 
     logprobs: [N], with gradient, of each token under the policy being trained. mask: bool [N], the tokens that count.
     lengths: int64 [B]. columns: the batch's tensors by name, token level [N] or row level [B], without gradient.
@@ -68,4 +68,4 @@ def keep(values_N: Tensor, mask_N: Tensor) -> Tensor:
 
 def masked_mean(values_N: Tensor, mask_N: Tensor) -> Metric:
     """The mean over the tokens that count, as a metric that merges with those of other micro-batches."""
-    return Metric(float(keep(values_N.detach(), mask_N).sum()), float(mask_N.sum()))
+    return Metric(float(values_N.detach()[mask_N].sum(dtype=torch.float64)), float(mask_N.sum()))

@@ -98,13 +98,29 @@ class TorchEngine:
         return metrics, DataProto.make(batch.keys, batch.lengths, token={"logprobs": out})
 
     def _passes(self, batch: DataProto) -> Iterator[tuple[Tensor, DataProto]]:
-        """Micro-batches of the rows that have a masked token, each with its places among the packed tokens."""
-        counted = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.row_of_token, batch["mask"].long())
-        rows = cast("list[int]", torch.nonzero(counted).flatten().tolist())
-        offsets = batch.offsets
-        places = {row: torch.arange(offsets[row], offsets[row + 1]) for row in rows}
-        for chosen in micro_batches({row: len(at) for row, at in places.items()}, self.config.micro_batch_tokens):
-            yield torch.cat([places[row] for row in chosen]), batch.select(chosen)
+        """Micro-batches, each with its places among the packed tokens.
+
+        A row ends at its last masked token, since nothing later can matter, and a row without one does not pass.
+        """
+        ends = torch.zeros(len(batch), dtype=torch.int64)
+        ends.scatter_reduce_(0, batch.row_of_token, torch.arange(1, batch.num_tokens + 1) * batch["mask"], "amax")
+        places = {
+            row: torch.arange(start, end)
+            for row, (start, end) in enumerate(zip(batch.offsets, cast("list[int]", ends.tolist()), strict=False))
+            if end
+        }
+        for rows in micro_batches({row: len(at) for row, at in places.items()}, self.config.micro_batch_tokens):
+            at = torch.cat([places[row] for row in rows])
+            columns = {name: tensor[at if name in batch.token_level else rows] for name, tensor in batch.batch.items()}
+            yield (
+                at,
+                DataProto(
+                    keys=tuple(batch.keys[row] for row in rows),
+                    lengths=torch.tensor([len(places[row]) for row in rows]),
+                    batch=columns,
+                    token_level=batch.token_level,
+                ),
+            )
 
     def _logprobs(self, part: DataProto, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Packed [N], of a batch that is padded to [B, T] on the way."""

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.algos.policy_losses import ppo_clip
+from tandem.algos.supervised import negative_log_likelihood
+from tandem.algos.terms import LossInputs
+from tandem.errors import ColumnError
+
+
+def inputs(ratio: list[float], advantages: list[float], mask: list[bool] | None = None, **columns: Tensor) -> LossInputs:
+    logprobs = torch.tensor(ratio).log().requires_grad_()
+    counted = torch.tensor(mask or [True] * len(ratio))
+    given = {"old_logprobs": torch.zeros(len(ratio)), "advantages": torch.tensor(advantages)}
+    return LossInputs(logprobs, counted, torch.tensor([len(ratio)]), given | columns)
+
+
+def gradient(given: LossInputs, loss: Tensor) -> list[float]:
+    (found,) = torch.autograd.grad(loss.sum(), given.logprobs)
+    return found.tolist()
+
+
+def test_the_clip_stops_gains_beyond_it_and_never_losses() -> None:
+    given = inputs([1.5, 1.5, 0.5, 0.5, 1.0], [1.0, -1.0, 1.0, -1.0, 2.0])
+    result = ppo_clip(given, clip_low=0.2, clip_high=0.3)
+    torch.testing.assert_close(result.loss, torch.tensor([-1.3, 1.5, -0.5, 0.8, -2.0]))
+    assert gradient(given, result.loss) == pytest.approx([0, 1.5, -0.5, 0, -2])
+    metrics = result.metrics.values_by_name()
+    assert metrics["clip_fraction"] == pytest.approx(2 / 5)
+    assert metrics["ratio"] == pytest.approx(1.0)
+    assert metrics["ratio_max"] == pytest.approx(1.5)
+
+
+def test_dual_clip_bounds_losses_of_negative_advantages_only() -> None:
+    given = inputs([10.0, 10.0, 2.0], [-1.0, 1.0, -1.0])
+    result = ppo_clip(given, dual_clip=3.0)
+    torch.testing.assert_close(result.loss, torch.tensor([3.0, -1.2, 2.0]))
+    assert gradient(given, result.loss) == pytest.approx([0, 0, 2])
+    assert result.metrics["dual_clip_fraction"].value == pytest.approx(1 / 3)
+
+
+def test_the_log_ratio_is_clamped_before_exp() -> None:
+    given = inputs([math.exp(50), math.exp(3)], [-1.0, -1.0])
+    loose, tight = ppo_clip(given), ppo_clip(given, log_ratio_clamp=2.0)
+    assert loose.loss.tolist() == pytest.approx([math.exp(20), math.exp(3)], rel=1e-5)
+    assert gradient(given, loose.loss)[0] == 0
+    assert tight.loss.tolist() == pytest.approx([math.exp(2)] * 2, rel=1e-5)
+    assert ppo_clip(given, log_ratio_clamp=None).loss[0] > 1e21
+
+
+def test_masked_entries_reach_neither_loss_nor_gradient_nor_metrics() -> None:
+    mask = [True, False, False, True]
+    clean = inputs([1.1, 1.0, 1.0, 0.7], [1.0, 0.0, 0.0, -2.0], mask, ref_logprobs=torch.zeros(4))
+    dirty = inputs(
+        [1.1, math.nan, math.inf, 0.7],
+        [1.0, math.inf, math.nan, -2.0],
+        mask,
+        ref_logprobs=torch.tensor([0, math.nan, -math.inf, 0]),
+    )
+    results = [ppo_clip(each, dual_clip=3.0, kl_coef=0.5) for each in (clean, dirty)]
+    assert torch.equal(results[0].loss, results[1].loss)
+    assert results[1].loss[1:3].tolist() == [0, 0]
+    assert gradient(clean, results[0].loss) == gradient(dirty, results[1].loss)
+    assert results[0].metrics.values_by_name() == results[1].metrics.values_by_name()
+
+
+def test_the_kl_term_stands_beside_the_policys() -> None:
+    given = inputs([1.0, 1.0], [1.0, 1.0], ref_logprobs=torch.tensor([0.5, 0.0]))
+    assert ppo_clip(given).terms.keys() == {"policy"}
+    result = ppo_clip(given, kl_coef=0.1, kl_estimator="k2")
+    torch.testing.assert_close(result.terms["kl"], torch.tensor([0.1 * 0.125, 0.0]))
+    torch.testing.assert_close(result.loss, torch.tensor([-1 + 0.0125, -1.0]))
+    assert result.metrics["kl_ref"].value == pytest.approx(0.0625)
+    with pytest.raises(ColumnError, match="ref_logprobs"):
+        ppo_clip(inputs([1.0], [1.0]), kl_coef=0.1)
+
+
+def test_low_precision_is_widened_before_differences() -> None:
+    given = inputs([1.0], [1.0], old_logprobs=torch.tensor([-0.001], dtype=torch.bfloat16))
+    assert ppo_clip(given).loss.dtype == torch.float32
+    double = LossInputs(given.logprobs.double(), given.mask, given.lengths, given.columns)
+    assert ppo_clip(double).loss.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"clip_low": -0.1}, "clip_low"),
+        ({"clip_low": 1.1}, "clip_low"),
+        ({"clip_high": -0.1}, "clip_high"),
+        ({"clip_high": math.nan}, "clip_high"),
+        ({"dual_clip": 1.0}, "above 1"),
+        ({"log_ratio_clamp": 0.0}, "log_ratio_clamp"),
+        ({"kl_coef": -0.1}, "away from the reference"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "does not work inside a loss"),
+    ],
+)
+def test_parameters_out_of_range(params: dict[str, float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ppo_clip(inputs([1.0], [1.0], ref_logprobs=torch.zeros(1)), **params)  # type: ignore[arg-type]
+
+
+def test_supervised_loss_is_the_negative_logprob_of_counted_tokens() -> None:
+    given = inputs([0.5, 0.25, math.nan], [0.0, 0.0, 0.0], [True, True, False])
+    result = negative_log_likelihood(given)
+    torch.testing.assert_close(result.loss, torch.tensor([math.log(2), math.log(4), 0.0]))
+    assert gradient(given, result.loss) == [-1, -1, 0]
+    assert result.metrics["nll"].value == pytest.approx(1.5 * math.log(2))
+    assert result.metrics["nll"].count == 2
+
+
+def test_entropy_is_reported_where_the_engine_gives_it() -> None:
+    base = inputs([1.0, 1.0], [0.0, 0.0], [True, False])
+    given = LossInputs(base.logprobs, base.mask, base.lengths, base.columns, entropy=torch.tensor([0.75, 9.0]))
+    for loss in (ppo_clip, negative_log_likelihood):
+        assert loss(given).metrics["entropy"].value == 0.75
+        assert "entropy" not in loss(base).metrics

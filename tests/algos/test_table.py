@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.algos import table
+from tandem.algos.filters import varied_rewards
+from tandem.algos.table import ALGORITHMS, advantages, configure, keep_function, loss_ref, step_weights
+from tandem.algos.terms import LossInputs, TokenLoss
+from tandem.errors import ConfigError, RegistryError
+from tandem.types import Algorithm, Metrics
+
+REQUIRED = {"dr_grpo": {"length_constant": 64}}
+HERE = "tests.algos.test_table"
+
+
+def scaled_loss(inputs: LossInputs, *, factor: float) -> TokenLoss:
+    return TokenLoss({"scaled": factor * inputs.policy_logprobs}, Metrics())
+
+
+def reads_more_than_it_says(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss({"hidden": inputs.token("values")}, Metrics())
+
+
+MINE = Algorithm("mine", "this test", {}, None, f"{HERE}:scaled_loss", frozenset({"tokens", "mask", "temperature"}))
+GREEDY = Algorithm("greedy", "this test", {}, None, f"{HERE}:reads_more_than_it_says", frozenset({"tokens"}))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_row_runs_with_its_defaults(name: str) -> None:
+    algorithm = configure(name, REQUIRED.get(name))
+    assert algorithm.name == name
+    assert algorithm.source
+    assert algorithm.needs >= {"tokens", "mask", "temperature"}
+    assert algorithm.params.keys() == ALGORITHMS[name].params.keys()
+    assert configure(name, algorithm.params) == algorithm
+
+
+def test_rows_are_what_their_papers_say() -> None:
+    grpo, dapo = configure("grpo"), configure("dapo")
+    assert (grpo.params["scale"], grpo.params["aggregation"], grpo.keep) == ("group", "seq-mean-token-mean", None)
+    assert (dapo.params["clip_high"], dapo.params["aggregation"], dapo.keep) == (0.28, "token-mean", "varied_rewards")
+    dr = configure("dr_grpo", REQUIRED["dr_grpo"])
+    assert (dr.params["scale"], dr.params["aggregation"]) == ("none", "seq-mean-token-sum-norm")
+    sft = configure("sft")
+    assert (sft.advantage, sft.loss, sft.needs) == (None, "nll", {"tokens", "mask", "temperature"})
+
+
+def test_a_kl_term_needs_the_reference() -> None:
+    assert "ref_logprobs" not in configure("grpo").needs
+    assert "ref_logprobs" in configure("grpo", {"kl_coef": 0.04}).needs
+
+
+def test_dynamic_sampling_is_a_parameter() -> None:
+    assert configure("grpo", {"keep": "varied_rewards"}).keep == "varied_rewards"
+    assert configure("dapo", {"keep": None}).keep is None
+    assert keep_function("varied_rewards") is varied_rewards
+
+
+def test_parameters_reach_their_functions() -> None:
+    algorithm = configure("grpo", {"clip_high": 0.5, "scale": "none", "aggregation": "token-sum"})
+    assert loss_ref(algorithm).name == "ppo_clip"
+    assert loss_ref(algorithm).params.keys() == {
+        *("clip_low", "clip_high", "dual_clip", "log_ratio_clamp", "kl_coef", "kl_estimator", "kl_gradient")
+    }
+    assert loss_ref(algorithm).params["clip_high"] == 0.5
+    assert advantages(algorithm, torch.tensor([1.0, 0.0]), torch.tensor([4, 4])).tolist() == [0.5, -0.5]
+    assert step_weights(algorithm, torch.tensor([False, True]), torch.tensor([2])).tolist() == [0, 1]
+
+
+def test_all_wrong_parameters_are_named_at_once_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        configure("grpo", {"clip_hihg": 0.3, "clip_low": "a lot", "ddof": 2, "kl_coef": True, "gamma": 1})
+    message = str(caught.value)
+    assert "no parameter 'clip_hihg'; did you mean clip_high?" in message
+    for name in ("clip_low='a lot'", "ddof=2", "kl_coef=True", "'gamma'; it has aggregation"):
+        assert name in message
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "says"),
+    [
+        ("dr_grpo", {}, "needs length_constant"),
+        ("grpo", {"length_constant": 5.0}, "does not use length_constant"),
+        ("grpo", {"kl_coef": 0.1, "kl_estimator": "k1"}, "does not work inside a loss"),
+        ("grpo", {"dual_clip": 0.5}, "above 1"),
+        ("grpo", {"scale": "batch", "leave_one_out": True}, "choose one"),
+        ("sft", {"keep": "varied_rewards"}, "only if it has groups"),
+        ("sft", {"clip_low": 0.1}, "no parameter 'clip_low'"),
+    ],
+)
+def test_nonsense_is_refused_with_the_reason(name: str, params: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        configure(name, params)  # type: ignore[arg-type]
+
+
+def test_unknown_names_list_what_there_is() -> None:
+    with pytest.raises(RegistryError, match="did you mean 'grpo'"):
+        configure("gprpo")
+    with pytest.raises(RegistryError, match="varied_rewards"):
+        configure("grpo", {"keep": "varied_reward"})
+
+
+def test_an_algorithm_of_ones_own_by_path() -> None:
+    with pytest.raises(ConfigError, match="needs a value for factor"):
+        configure(f"{HERE}:MINE")
+    algorithm = configure(f"{HERE}:MINE", {"factor": 2.0})
+    assert loss_ref(algorithm).params == {"factor": 2.0}
+    with pytest.raises(ConfigError, match="must be a tandem"):
+        configure(f"{HERE}:scaled_loss")
+    with pytest.raises(ConfigError, match="reads column 'values'"):
+        configure(f"{HERE}:GREEDY")
+    with pytest.raises(ConfigError, match="cannot be called"):
+        table.loss_function(f"{HERE}:MINE")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "keeps"), [([1, 1, 1], False), ([0.1] * 7, False), ([1, 0, 1], True), ([1], False), ([], False)]
+)
+def test_varied_rewards(rewards: list[float], keeps: bool) -> None:
+    given: Tensor = torch.tensor(rewards, dtype=torch.float32)
+    assert varied_rewards(given) is keeps

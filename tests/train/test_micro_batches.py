@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.train.micro_batches import micro_batches
+
+
+@given(st.dictionaries(st.integers(0, 99), st.integers(1, 30)), st.integers(1, 60))
+def test_every_row_passes_once_within_the_bound(lengths: dict[int, int], max_tokens: int) -> None:
+    passes = micro_batches(lengths, max_tokens)
+    assert sorted(row for each in passes for row in each) == sorted(lengths)
+    for each in passes:
+        padded = len(each) * max(lengths[row] for row in each)
+        assert padded <= max_tokens or len(each) == 1
+    for left, right in pairwise(passes):  # no two neighbours would have fitted into one
+        first = min(right, key=lambda row: lengths[row])
+        assert (len(left) + 1) * lengths[first] > max_tokens
+
+
+def test_rows_of_similar_length_pass_together() -> None:
+    assert micro_batches({0: 9, 1: 2, 2: 10, 3: 2, 4: 50}, 20) == [[1, 3], [0, 2], [4]]

@@ -1,0 +1,154 @@
+"""What TorchEngine does beyond the contract of its port."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.algos.table import configure, loss_ref
+from tandem.algos.terms import LossInputs, TokenLoss
+from tandem.errors import NonFiniteError
+from tandem.models.decoder import init_decoder
+from tandem.train import torch_engine
+from tandem.train.config import TrainConfig
+from tandem.train.torch_engine import TorchEngine
+from tandem.types import LossRef, Metrics
+from tests.train.rows import TINY, make_rows, tiny_decoder
+
+SFT = loss_ref(configure("sft"))
+GRPO = loss_ref(configure("grpo"))
+
+
+def steep_loss(inputs: LossInputs) -> TokenLoss:
+    """0 with an infinite gradient."""
+    return TokenLoss({"steep": (inputs.policy_logprobs - inputs.policy_logprobs.detach()).sqrt()}, Metrics())
+
+
+def two_terms(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss({"one": inputs.policy_logprobs, "half": 0.5 * inputs.policy_logprobs}, Metrics())
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Shapes of the token tables that went through the model."""
+    shapes: list[tuple[int, int]] = []
+
+    def watched(decoder: object, tokens: Tensor, *rest: object) -> object:
+        shapes.append(tuple(tokens.shape))
+        return whole(decoder, tokens, *rest)
+
+    whole = torch_engine.row_logprobs
+    monkeypatch.setattr(torch_engine, "row_logprobs", watched)
+    return shapes
+
+
+def test_passes_keep_the_token_budget_and_long_rows_pass_alone(passes: list[tuple[int, int]]) -> None:
+    engine = TorchEngine(tiny_decoder(), TrainConfig(micro_batch_tokens=16))
+    engine.forward_backward(make_rows([5, 30, 3, 8, 2, 6]), SFT)
+    assert passes == [(3, 5), (2, 8), (1, 30)]
+
+
+def test_rows_without_a_masked_token_do_not_pass(passes: list[tuple[int, int]]) -> None:
+    batch = make_rows([5, 9, 3])
+    mask = batch["mask"] & (batch.row_of_token != 1)
+    TorchEngine(tiny_decoder(), TrainConfig()).forward(batch.with_columns(token={"mask": mask}), frozenset({"logprobs"}))
+    assert passes == [(2, 5)]
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.05, 1e9])
+def test_a_step_is_adamw_on_the_clipped_gradient(max_grad_norm: float) -> None:
+    config = TrainConfig(lr=0.1, eps=1e-3, weight_decay=0.01, warmup_steps=2, max_grad_norm=max_grad_norm)
+    engine = TorchEngine(tiny_decoder(), config)
+    engine.forward_backward(make_rows([6, 4]), GRPO)
+    named = dict(engine.decoder.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    gradients = {name: parameter.grad.clone() for name, parameter in named.items() if parameter.grad is not None}
+    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+    metrics = engine.step().values_by_name()
+    assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert norm > 0.05
+    assert metrics["train/lr"] == 0.05
+    for name, gradient in gradients.items():
+        clipped = gradient * min(1.0, max_grad_norm / norm)
+        want = before[name] * (1 - 0.05 * 0.01) - 0.05 * clipped / (clipped.abs() + 1e-3)
+        torch.testing.assert_close(named[name].detach(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_named() -> None:
+    engine = TorchEngine(tiny_decoder(), TrainConfig(max_nonfinite=0))
+    before = [parameter.detach().clone() for parameter in engine.decoder.parameters()]
+    metrics, _ = engine.forward_backward(make_rows([4, 3]), LossRef("tests.train.test_torch_engine:steep_loss"))
+    assert metrics["train/loss"].value == 0
+    with pytest.raises(NonFiniteError, match=r"the gradient of model\..* is not finite; 1 steps in a row"):
+        engine.step()
+    assert all(torch.equal(now, then) for now, then in zip(engine.decoder.parameters(), before, strict=True))
+
+
+def test_a_loss_that_is_not_finite_names_its_term_and_row() -> None:
+    engine = TorchEngine(tiny_decoder(), TrainConfig(max_nonfinite=0))
+    batch = make_rows([4, 3, 5])
+    at = int(batch["mask"].nonzero()[-1])
+    old = batch["old_logprobs"].clone()
+    old[at] = torch.nan
+    metrics, _ = engine.forward_backward(batch.with_columns(token={"old_logprobs": old}), GRPO)
+    assert "train/ratio" not in metrics
+    with pytest.raises(NonFiniteError, match=r"loss term 'policy' is nan in row train:2\.0\.0"):
+        engine.step()
+
+
+def test_each_term_of_a_loss_is_reported() -> None:
+    engine = TorchEngine(tiny_decoder(), TrainConfig(micro_batch_tokens=8))
+    metrics = engine.forward_backward(make_rows([4, 3, 5]), LossRef("tests.train.test_torch_engine:two_terms"))[0].values_by_name()
+    assert metrics["train/loss_half"] == pytest.approx(metrics["train/loss_one"] / 2)
+    assert metrics["train/loss"] == pytest.approx(1.5 * metrics["train/loss_one"])
+
+
+def test_metrics_of_micro_batches_are_those_of_the_whole() -> None:
+    whole, cut = (
+        TorchEngine(tiny_decoder(), TrainConfig(micro_batch_tokens=tokens)).forward_backward(make_rows([6, 4, 9, 3]), GRPO)[0]
+        for tokens in (1000, 1)
+    )
+    assert cut.values_by_name() == pytest.approx(whole.values_by_name(), rel=1e-5, abs=1e-7)
+    assert cut["train/ratio"].count == make_rows([6, 4, 9, 3])["mask"].sum()
+
+
+def test_bf16_products_train_float32_masters() -> None:
+    engine = TorchEngine(tiny_decoder(dtype=torch.bfloat16), TrainConfig(lr=0.01))
+    batch = make_rows([6, 4, 9])
+    losses: list[float] = []
+    for _ in range(10):
+        losses.append(engine.forward_backward(batch, SFT)[0]["train/loss"].value)
+        engine.step()
+    assert losses[-1] < losses[0] - 0.3
+    assert all(parameter.dtype == torch.float32 for parameter in engine.decoder.parameters())
+    _, out = engine.forward_backward(batch, SFT)
+    assert torch.equal(out["logprobs"], engine.forward(batch, frozenset({"logprobs"}))["logprobs"])
+
+
+def test_shards_are_the_storage_that_a_rollout_engine_reads() -> None:
+    engine = TorchEngine(tiny_decoder(), TrainConfig())
+    shards = {shard.name: shard.tensor for shard in engine.weight_shards()}
+    engine.forward_backward(make_rows([6, 4]), SFT)
+    engine.step()
+    for name, parameter in engine.decoder.named_parameters():
+        assert shards[name].data_ptr() == parameter.data_ptr()
+        assert torch.equal(shards[name], parameter)
+
+
+def test_loading_keeps_the_storage(tmp_path: Path) -> None:
+    engine = TorchEngine(tiny_decoder(), TrainConfig())
+    places = [parameter.data_ptr() for parameter in engine.decoder.parameters()]
+    engine.save(tmp_path)
+    engine.load(tmp_path)
+    assert [parameter.data_ptr() for parameter in engine.decoder.parameters()] == places
+
+
+def test_a_tied_output_layer_is_listed_with_its_owner() -> None:
+    tied = TorchEngine(tiny_decoder(), TrainConfig()).layout().specs
+    assert {spec.name: spec.tied_to for spec in tied}["lm_head.weight"] == "model.embed_tokens.weight"
+    untied = TorchEngine(init_decoder(replace(TINY, tie_embeddings=False), 0), TrainConfig()).layout().specs
+    assert {spec.name: spec.tied_to for spec in untied}["lm_head.weight"] is None
