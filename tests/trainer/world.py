@@ -219,7 +219,7 @@ def world(
     chosen = replace(chosen, min_episodes=2 if chosen.advantage else 1)
     group = InlineGroup([PolicyWorker(engine, queue, chosen) for _ in range(ranks)])
     source = RolloutSource(
-        dataset=dataset or FakeDataset(),
+        dataset=FakeDataset() if dataset is None else dataset,
         agent=agent or SingleTurn(),
         reward=rewarded,
         make_llm=lambda key, seed, params: TableLLM(engine, rollout, key, seed, params),

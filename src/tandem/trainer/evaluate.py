@@ -18,7 +18,7 @@ from tandem.trainer.episodes import first_error, run_episode
 from tandem.trainer.rows import StopPolicy, to_judge, with_rewards
 from tandem.trainer.sampler import seed_of
 from tandem.trainer.source import MakeLLM
-from tandem.types import Episode, Key, Metric, Metrics, RewardResult, SamplingParams, Stop, Task
+from tandem.types import Episode, Key, Metric, Metrics, RewardResult, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,11 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
-class EvalRecord:
-    """One episode, for people. reward None: it could not be judged, for `reason`."""
-
-    key: Key
-    task: str
-    prompt: str
-    text: str
-    greedy: bool
-    stop: Stop
-    reward: float | None
-    reason: str
-
-
-@dataclass(frozen=True)
 class EvalResult:
     """pass_at_1: mean over tasks of the share of its judged samples that pass. greedy: the share of judged greedy ones,
     or None where there are none. pass_at: k to the mean over tasks with at least k judged samples. reward: mean of the
-    judged samples. n: tasks. failed: episodes that could not be judged. records: every episode, in key order.
+    judged samples. n: tasks. failed: episodes that could not be judged. episodes: the
+    sampled ones, judged or failed, in key order; greedy_episodes likewise.
     """
 
     pass_at_1: float
@@ -74,7 +61,8 @@ class EvalResult:
     n: int
     failed: int
     seconds: float
-    records: tuple[EvalRecord, ...]
+    episodes: tuple[Episode, ...]
+    greedy_episodes: tuple[Episode, ...]
 
     def metrics(self) -> Metrics:
         """As `eval/...`, each a mean over `n` tasks or a count."""
@@ -109,8 +97,8 @@ async def evaluate(
     room = asyncio.Semaphore(config.max_concurrent)
     ended = 0
 
-    async def cohort(ordinal: int, members: range, params: SamplingParams) -> list[EvalRecord]:
-        """Episodes of one task that are judged together."""
+    async def cohort(ordinal: int, members: range, params: SamplingParams) -> list[Episode]:
+        """Episodes of one task that are judged together, each with a reward."""
         nonlocal ended
         task = dataset[ordinal]
 
@@ -131,7 +119,7 @@ async def evaluate(
             if episode.key in dropped
         ]
         ended += 1
-        return [_record(task, episode, greedy=episode.key.member == config.samples) for episode in (*judged, *lost)]
+        return [*judged, *lost]
 
     async def watch() -> None:
         while True:
@@ -154,30 +142,22 @@ async def evaluate(
             watcher.cancel()
     except BaseExceptionGroup as problems:
         raise first_error(problems) from problems
-    records = sorted((record for done in cohorts for record in done.result()), key=lambda record: record.key)
-    return _result(records, n, config, time.perf_counter() - began_s)
+    episodes = sorted((episode for cohort in cohorts for episode in cohort.result()), key=lambda episode: episode.key)
+    return _result(episodes, n, config, time.perf_counter() - began_s)
 
 
-def _record(task: Task, episode: Episode, *, greedy: bool) -> EvalRecord:
-    assert episode.reward is not None
-    turns = [message.role for message in episode.messages]
-    start = turns.index("assistant") if "assistant" in turns else len(turns)
-    prompt, text = ("\n".join(m.content for m in part) for part in (episode.messages[:start], episode.messages[start:]))
-    return EvalRecord(episode.key, task.id, prompt, text, greedy, episode.stop, episode.reward.value, episode.reward.reason)
-
-
-def _result(records: Sequence[EvalRecord], n: int, config: EvaluationConfig, seconds: float) -> EvalResult:
+def _result(episodes: Sequence[Episode], n: int, config: EvaluationConfig, seconds: float) -> EvalResult:
+    sampled = tuple(episode for episode in episodes if episode.key.member < config.samples)
+    greedy = tuple(episode for episode in episodes if episode.key.member >= config.samples)
     rewards: dict[int, list[float]] = {}
-    greedy: list[float] = []
-    for record in records:
-        if record.reward is not None and record.greedy:
-            greedy.append(record.reward)
-        elif record.reward is not None:
-            rewards.setdefault(record.key.ordinal, []).append(record.reward)
-    failed = sum(record.reward is None for record in records)
+    for episode in sampled:
+        if (value := _value(episode)) is not None:
+            rewards.setdefault(episode.key.ordinal, []).append(value)
+    greedy_rewards = [value for episode in greedy if (value := _value(episode)) is not None]
     if not rewards:
-        first = next(record for record in records if record.reward is None)
-        raise RunError(f"none of {n} evaluated tasks has a sample that could be judged; the first: {first.key}: {first.reason}")
+        first = sampled[0]
+        reason = first.reward.reason if first.reward is not None else first.stop
+        raise RunError(f"none of {n} evaluated tasks has a sample that could be judged; the first: {first.key}: {reason}")
 
     def passes(values: Sequence[float]) -> int:
         return sum(value >= config.solved for value in values)
@@ -192,11 +172,16 @@ def _result(records: Sequence[EvalRecord], n: int, config: EvaluationConfig, sec
             pass_at[k] = mean(enough)
     return EvalResult(
         pass_at_1=mean([passes(values) / len(values) for values in rewards.values()]),
-        greedy=passes(greedy) / len(greedy) if greedy else None,
+        greedy=passes(greedy_rewards) / len(greedy_rewards) if greedy_rewards else None,
         pass_at=pass_at,
         reward=mean([value for values in rewards.values() for value in values]),
         n=n,
-        failed=failed,
+        failed=sum(_value(episode) is None for episode in episodes),
         seconds=seconds,
-        records=tuple(records),
+        episodes=sampled,
+        greedy_episodes=greedy,
     )
+
+
+def _value(episode: Episode) -> float | None:
+    return None if episode.reward is None else episode.reward.value

@@ -76,14 +76,22 @@ class Intake:
         self._lease = lease
         return lease.ref
 
+    @property
+    def leased(self) -> BatchRef:
+        """The batch that is out. Raises RunError where there is none."""
+        return self._out().ref
+
     async def advance(self, policy: PolicyRef) -> Metrics:
-        """The batch was trained on and made `policy`."""
-        if self._lease is None:
-            raise RunError(f"advance({policy}) without a batch")
-        await self._queue.ack(self._lease)
+        """The batch was trained on and made `policy`. Raises RunError where there is none."""
+        await self._queue.ack(self._out())
         self._lease = None
         self.policy = policy
         return self._queue.metrics().prefixed("queue")
+
+    def _out(self) -> Lease:
+        if self._lease is None:
+            raise RunError("advance() without a batch: it goes with one that the source gave")
+        return self._lease
 
     def state(self) -> dict[str, Json]:
         policy: list[Json] = [self.policy.name, self.policy.incarnation, self.policy.version]

@@ -84,6 +84,9 @@ class RolloutSource:
         self._running: set[GroupKey] = set()  # admitted, and neither put nor dropped
         self._tally = _Tally()
         self._metrics = Metrics()
+        self._judged: dict[GroupKey, list[Episode]] = {}  # of groups that are put and not consumed
+        self.consumed: tuple[Episode, ...] = ()
+        """Episodes of the batch that was trained on last, in key order: for records. Rows of a restored queue have none."""
 
     @property
     def policy(self) -> PolicyRef:
@@ -103,6 +106,8 @@ class RolloutSource:
 
     async def advance(self, policy: PolicyRef) -> Metrics:
         metrics, self._metrics = self._metrics, Metrics()
+        groups = self._intake.leased.groups
+        self.consumed = tuple(episode for group in groups for episode in self._judged.pop(group, ()))
         return metrics + await self._intake.advance(policy)
 
     @asynccontextmanager
@@ -166,6 +171,7 @@ class RolloutSource:
             await self._queue.drop([place], reason)
         if outcome.rows is not None:
             await self._queue.put(outcome.rows)
+            self._judged[group] = judged
         self._running.discard(group)
         self._metrics += group_metrics(episodes, judged, outcome)
         self._tally.count(episodes, judged, outcome)

@@ -1,0 +1,97 @@
+"""The learner: mini-batches are whole groups in a seeded order, and denominators are those of the optimiser step."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.algos.table import configure
+from tandem.data_proto import DataProto
+from tandem.errors import EmptyBatchError
+from tandem.queue.fake import FakeQueue
+from tandem.runtime.inline import InlineGroup
+from tandem.trainer.learner import LearnerConfig, PolicyLearner, PolicyWorker
+from tandem.types import Algorithm, BatchRef, GroupKey, Key, Metrics
+from tests.trainer.world import TableEngine
+
+SFT = configure("sft")
+
+
+def rows(ordinals: range, *, masked: frozenset[int] = frozenset(), members: int = 2) -> DataProto:
+    keys = [Key("train", o, m) for o in ordinals for m in range(members)]
+    lengths = [1 + key.ordinal + key.member for key in keys]
+    mask = torch.cat([torch.full((n,), key.ordinal not in masked) for n, key in zip(lengths, keys, strict=True)])
+    return DataProto.make(
+        keys,
+        lengths,
+        token={"tokens": torch.ones(sum(lengths), dtype=torch.int64), "mask": mask},
+        row={"temperature": torch.ones(len(keys))},
+    )
+
+
+def update(
+    data: DataProto, config: LearnerConfig, *, ranks: int = 1, seed: int = 0, algorithm: Algorithm = SFT
+) -> tuple[Metrics, TableEngine]:
+    async def scenario() -> tuple[Metrics, TableEngine]:
+        queue = FakeQueue()
+        for group in dict.fromkeys(key.group for key in data.keys):
+            await queue.reserve(GroupKey(*group), sum(key.group == group for key in data.keys))
+        await queue.put(data)
+        engine = TableEngine()
+        learner = PolicyLearner(InlineGroup([PolicyWorker(engine, queue, algorithm)] * ranks), config, seed=seed)
+        return await learner.update(data.ref()), engine
+
+    return asyncio.run(scenario())
+
+
+def test_minibatches_are_whole_groups_once_an_epoch_in_an_order_of_the_seed_s() -> None:
+    orders: list[Any] = []
+    for seed in (0, 0, 1):
+        metrics, engine = update(rows(range(5)), LearnerConfig(epochs=2, minibatches=2), seed=seed)
+        assert metrics["train/optimizer_steps"].value == engine.steps == 4
+        seen = [[key.ordinal for key in part.keys] for part in engine.seen]
+        assert sorted(seen[0] + seen[1]) == sorted(seen[2] + seen[3]) == sorted([*range(5)] * 2)
+        assert all(part.count(ordinal) == 2 for part in seen for ordinal in part)
+        orders.append(seen)
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0][:2] != orders[0][2:]
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_a_token_weighs_the_same_on_any_number_of_ranks(aggregation: str) -> None:
+    algorithm = configure("sft", {"aggregation": aggregation})
+    weights: list[DataProto] = []
+    for ranks in (1, 3):
+        _, engine = update(rows(range(4)), LearnerConfig(), ranks=ranks, algorithm=algorithm)
+        assert len(engine.seen) == ranks
+        weights.append(DataProto.concat(engine.seen).by_keys(rows(range(4)).keys))
+    assert torch.equal(weights[0]["loss_weights"], weights[1]["loss_weights"])
+
+
+def test_an_empty_minibatch_stops_the_run_or_is_counted() -> None:
+    half = rows(range(2), masked=frozenset({0}))
+    with pytest.raises(EmptyBatchError, match="nothing to train on"):
+        update(half, LearnerConfig(minibatches=2))
+    metrics, engine = update(half, LearnerConfig(minibatches=2, on_empty="skip"))
+    assert metrics["train/skipped_empty"].value == engine.steps == 1
+    with pytest.raises(EmptyBatchError, match="minibatches=3"):
+        update(half, LearnerConfig(minibatches=3))
+
+
+def test_data_rows_are_their_own_groups() -> None:
+    _, engine = update(rows(range(4), members=1), LearnerConfig(minibatches=4))
+    assert [len(part) for part in engine.seen] == [1] * 4
+
+
+@pytest.mark.parametrize("bad", [{"epochs": 0}, {"minibatches": 0}])
+def test_config_says_what_is_wrong(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        LearnerConfig(**bad)
+
+
+def test_a_handle_can_be_cut() -> None:
+    ref = rows(range(2)).ref()
+    assert ref.select([3, 0]) == BatchRef((ref.keys[3], ref.keys[0]), ref.columns, (3, 1), (None, None))
