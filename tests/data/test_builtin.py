@@ -66,7 +66,7 @@ def test_items_depend_on_seed_split_and_position_only(kind: type[Problem]) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_characters_cover_all_that_is_written(kind: type[Problem]) -> None:
-    shown = Demonstrations(kind, size=400, noise=NoiseConfig(0.5, 0))
+    shown = Demonstrations(kind, size=400, noise=NoiseConfig(0.6, 0.3))
     written = {character for i in range(400) for message in shown[i].messages for character in message.content}
     assert written <= set(kind.characters)
     assert len(set(kind.characters)) == len(kind.characters)

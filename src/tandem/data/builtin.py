@@ -25,7 +25,7 @@ _MAX_DRAWS = 20_000  # in a row without a new problem: the split has no more
 class Problem(Protocol):
     """One question with one verifiable answer; a class of them is a task.
 
-    characters: all that prompts, solutions, mistakes and observations are written with. canonical: the same for problems
+    characters: all that prompts, solutions, mistakes, refusals and observations are written with. canonical: the same for problems
     that must not be apart in train and held-out data.
     """
 

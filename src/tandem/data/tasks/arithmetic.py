@@ -15,7 +15,7 @@ class Arithmetic:
     """Two numbers from 0 to 99. The same pair in another order is in the same split."""
 
     name: ClassVar[str] = "arithmetic"
-    characters: ClassVar[str] = "0123456789+="
+    characters: ClassVar[str] = "0123456789+=?"
 
     left: int
     right: int

@@ -15,7 +15,7 @@ class Sorting:
     """Six digits, repeats allowed. The same digits in another order are in the same split."""
 
     name: ClassVar[str] = "sorting"
-    characters: ClassVar[str] = "0123456789="
+    characters: ClassVar[str] = "0123456789=?"
 
     digits: str
 
