@@ -1,4 +1,4 @@
-"""The contract of ports.Source, for rollouts, datasets and the fake; and of ports.Learner beside it."""
+"""The contract of ports.Source, for rollouts, datasets and the fake."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 from tandem.data.fake import FakeDataset
 from tandem.errors import RunError
-from tandem.ports import Learner, Source, TransferQueue
+from tandem.ports import Source, TransferQueue
 from tandem.queue.fake import FakeQueue
 from tandem.text.fake import FakeRenderer
 from tandem.trainer.dataset import DatasetSource, DatasetSourceConfig
-from tandem.trainer.fake import FakeLearner, FakeSource
-from tandem.types import BatchRef, Key, Message, Metrics, PolicyRef, Task
+from tandem.trainer.fake import FakeSource
+from tandem.types import BatchRef, Key, Message, PolicyRef, Task
 from tests.trainer.world import world
 
 Publish = Callable[[PolicyRef], None]
@@ -129,22 +129,3 @@ def test_a_batch_that_was_out_when_the_snapshot_was_taken_comes_again(make: Call
         assert (await steps(second, publish, 1))[0].keys == out.keys
 
     asyncio.run(scenario())
-
-
-def test_a_learner_is_given_handles_and_returns_metrics() -> None:
-    async def scenario(learner: Learner, source: Source) -> Metrics:
-        async with aclosing(aiter(source)) as batches:
-            return await learner.update(await anext(batches))
-
-    fake = FakeLearner()
-    assert "train/loss" in asyncio.run(scenario(fake, FakeSource()))
-    assert [batch.keys for batch in fake.batches] == [(Key("fake", 0),)]
-
-    async def real() -> Metrics:
-        made = world()
-        async with aclosing(aiter(made.source)) as batches:
-            batch = await anext(batches)
-            await made.plan.run(batch)
-            return await made.learner.update(batch)
-
-    assert "train/loss" in asyncio.run(real())

@@ -141,7 +141,8 @@ async def evaluate(
             await asyncio.wait(cohorts)
             watcher.cancel()
     except BaseExceptionGroup as problems:
-        raise first_error(problems) from problems
+        problem = first_error(problems)
+        raise problem from problem.__cause__
     episodes = sorted((episode for cohort in cohorts for episode in cohort.result()), key=lambda episode: episode.key)
     return _result(episodes, n, config, time.perf_counter() - began_s)
 

@@ -152,8 +152,8 @@ class RolloutSource:
         take = asyncio.create_task(self._intake.take(), name="take")
         try:
             await asyncio.wait({take, admission}, return_when=asyncio.FIRST_COMPLETED)
-            if admission.done() and (problem := admission.exception()) is not None:
-                raise first_error(problem)
+            if admission.done() and (problems := admission.exception()) is not None:
+                raise first_error(problems)
             return take.result()
         finally:
             take.cancel()
