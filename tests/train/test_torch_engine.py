@@ -100,6 +100,17 @@ def test_a_loss_that_is_not_finite_names_its_term_and_row() -> None:
         engine.step()
 
 
+@pytest.mark.parametrize(
+    ("weight", "says"), [(3e38, "sum of a loss term is not finite, in rows"), (1e30, "gradient's norm is inf")]
+)
+def test_numbers_that_grow_too_large_are_refused(weight: float, says: str) -> None:
+    engine = TorchEngine(tiny_decoder(), TrainConfig(max_nonfinite=0))
+    batch = make_rows([4, 3, 5])
+    engine.forward_backward(batch.with_columns(token={"loss_weights": weight * batch["mask"]}), SFT)
+    with pytest.raises(NonFiniteError, match=says):
+        engine.step()
+
+
 def test_each_term_of_a_loss_is_reported() -> None:
     engine = TorchEngine(tiny_decoder(), TrainConfig(micro_batch_tokens=8))
     metrics = engine.forward_backward(make_rows([4, 3, 5]), LossRef("tests.train.test_torch_engine:two_terms"))[0].values_by_name()
