@@ -53,10 +53,11 @@ def test_numbers_are_those_of_the_records() -> None:
     assert result.pass_at == {2: pytest.approx((pass_at_k(4, 1, 2) + pass_at_k(4, 2, 2)) / 2), 4: 1.0}
     assert result.greedy == 0.0
     assert result.failed == 0
-    assert [record.key for record in result.records] == [Key("eval", i, member) for i in range(6) for member in range(5)]
-    assert [record.key.member for record in result.records if record.greedy] == [4] * 6
-    first = result.records[0]
-    assert (first.task, first.prompt, len(first.text), first.stop, first.reward) == ("fake-0", "0", 2, "stop", 1.0)
+    assert [episode.key for episode in result.episodes] == [Key("eval", i, member) for i in range(6) for member in range(4)]
+    assert [episode.key for episode in result.greedy_episodes] == [Key("eval", i, 4) for i in range(6)]
+    assert {episode.samples[0].temperature for episode in result.greedy_episodes} == {0.0}
+    first = result.episodes[0]
+    assert (first.task.id, len(first.completion), first.stop, first.reward) == ("fake-0", 2, "stop", RewardResult(1.0))
     metrics = result.metrics().values_by_name()
     assert metrics["eval/pass@1"] == result.pass_at_1
     assert (metrics["eval/n"], metrics["eval/failed"], metrics["eval/pass@4"], metrics["eval/greedy"]) == (6, 0, 1.0, 0.0)
@@ -74,7 +75,8 @@ def test_what_could_not_be_judged_is_counted_and_never_a_zero() -> None:
     result = run(reward, agent, samples=2, pass_at=(2,), greedy=False)
     assert result.pass_at_1 == result.pass_at[2] == 1.0
     assert result.failed == 3
-    assert [record.reason for record in result.records if record.reward is None] == ["timeout"] + ["ValueError: no such tool"] * 2
+    reasons = [episode.reward.reason for episode in result.episodes if episode.reward is not None and not episode.reward.ok]
+    assert reasons == ["timeout"] + ["ValueError: no such tool"] * 2
     assert result.greedy is None
     assert "eval/greedy" not in result.metrics()
     with pytest.raises(RunError, match=r"none of 6 .* eval:0\.0\.0: timeout"):
@@ -83,7 +85,7 @@ def test_what_could_not_be_judged_is_counted_and_never_a_zero() -> None:
 
 def test_randomness_is_the_seed_s_and_the_task_s() -> None:
     def texts(**settings: Any) -> list[str]:
-        return [record.text for record in run(samples=2, **settings).records]
+        return [episode.completion for episode in run(samples=2, **settings).episodes]
 
     assert texts() == texts(max_concurrent=1)
     assert texts() != texts(seed=1)

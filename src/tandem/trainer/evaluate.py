@@ -50,8 +50,8 @@ class EvaluationConfig:
 class EvalResult:
     """pass_at_1: mean over tasks of the share of its judged samples that pass. greedy: the share of judged greedy ones,
     or None where there are none. pass_at: k to the mean over tasks with at least k judged samples. reward: mean of the
-    judged samples. n: tasks. failed: episodes that could not be judged. episodes: the
-    sampled ones, judged or failed, in key order; greedy_episodes likewise.
+    judged samples. n: tasks. failed: episodes that could not be judged. episodes: the sampled ones, each with a reward
+    or the reason why not, in key order; greedy_episodes likewise.
     """
 
     pass_at_1: float

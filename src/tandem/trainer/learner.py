@@ -67,14 +67,14 @@ def mismatch(sampled_N: Tensor, trained_N: Tensor, mask_N: Tensor) -> Metrics:
     With w = exp(trained - sampled): k1 = -log w and k3 = w - 1 - log w estimate KL(sampler | trainer); the effective
     sample size is (sum w)^2 / (n sum w^2).
     """
-    log_w = (trained_N - sampled_N)[mask_N].double()
-    if not len(log_w):
+    gap = (sampled_N - trained_N)[mask_N].double()  # -log w
+    if not len(gap):
         return Metrics()
-    w, n = log_w.exp(), float(len(log_w))
-    means = {"k1": -log_w.mean(), "k3": (w - 1 - log_w).mean(), "ess": w.sum() ** 2 / (n * (w**2).sum())}
+    w, n = (-gap).exp(), float(len(gap))
+    means = {"k1": gap.mean(), "k3": (w - 1 + gap).mean(), "ess": w.sum() ** 2 / (n * (w**2).sum())}
     return (
         Metrics.mean({name: value.item() for name, value in means.items()}, n)
-        + Metrics({"max": Metric(log_w.abs().max().item(), n, "max"), "tokens": Metric(float((log_w != 0).sum()), n, "sum")})
+        + Metrics({"max": Metric(gap.abs().max().item(), n, "max"), "tokens": Metric(float((gap != 0).sum()), n, "sum")})
     ).prefixed("mismatch")
 
 

@@ -46,7 +46,7 @@ async def train(
                 policy = policy.next()
                 metrics += await checkpoint.publish(policy)
                 clock.lap("publish")
-            metrics += await source.advance(policy)  # acknowledges the lease, opens the gate
+            metrics += await source.advance(policy)  # acknowledges the lease; the gate is the new policy's
             metrics += clock.metrics(sum(batch.lengths))
             tracker.log(measured(metrics), policy.version)
             await hooks.after_step(policy, metrics)  # snapshot (commits the queue) and evaluation, when due
