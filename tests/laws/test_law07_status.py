@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.agents.single_turn import SingleTurn
+from tandem.algos.table import ALGORITHMS
 from tandem.data.fake import FakeDataset
 from tandem.data_proto import DataProto
 from tandem.ports import LLM
@@ -116,6 +117,12 @@ def test_a_failed_reward_leaves_its_group_and_is_no_zero() -> None:
 
 def test_a_group_that_is_too_small_is_dropped_and_gives_its_slot_back() -> None:
     check_a_group_that_is_too_small_is_dropped_and_gives_its_slot_back()
+
+
+def test_every_group_baseline_needs_two() -> None:
+    assert {row.name: row.min_episodes for row in ALGORITHMS.values()} == {
+        row.name: 2 if row.advantage == "group_baseline" else 1 for row in ALGORITHMS.values()
+    }
 
 
 def test_evaluation_counts_failures_apart() -> None:

@@ -128,6 +128,19 @@ def test_masked_episodes_count_in_their_group_and_train_nothing() -> None:
     assert len(rows) == 6
 
 
+def test_the_episodes_of_the_last_batch_are_kept_for_records() -> None:
+    made = world(config=SMALL)
+
+    async def scenario() -> None:
+        async with aclosing(aiter(made.source)) as batches:
+            batch = await anext(batches)
+            assert made.source.consumed == ()
+            await made.source.advance(PolicyRef(version=1))
+            assert tuple(episode.key for episode in made.source.consumed) == batch.keys
+
+    asyncio.run(scenario())
+
+
 def test_engines_stand_still_and_off_the_device_while_training() -> None:
     made = world()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,6 @@ def world(
     queue = MemoryQueue(MemoryQueueConfig(stall_limit_s=stall_limit_s))
     engine, rollout, rewarded = TableEngine(), TableRollout(), FunctionReward(reward)
     chosen = configure(algorithm, params)
-    chosen = replace(chosen, min_episodes=2 if chosen.advantage else 1)
     group = InlineGroup([PolicyWorker(engine, queue, chosen) for _ in range(ranks)])
     source = RolloutSource(
         dataset=FakeDataset() if dataset is None else dataset,
