@@ -26,6 +26,12 @@ class Optimiser:
     def __post_init__(self) -> None:
         if self.lr <= 0:
             raise ValueError(f"lr must be above 0, got {self.lr}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        if self.schedule == "linear" and self.warmup_steps > 100:
+            raise ValueError(f"schedule={self.schedule} and warmup_steps={self.warmup_steps}: no more than 100 steps")
+        if self.betas == (0, 0):
+            raise ValueError("this does not train")
 
 
 @dataclass(frozen=True)
@@ -206,6 +212,7 @@ def test_every_problem_at_once(read: Callable[..., Resolved[Recipe]]) -> None:
         "r.yaml: model.path is required and has no default: a path",
         "command line: train.betas=[0.9]: train.betas: expected a list of 2 values, got [0.9] (a list)",
         "r.yaml:4: train.schedule: expected one of 'constant', 'linear', 'cosine', got cosin (text); did you mean 'cosine'?",
+        "r.yaml:3: train: lr must be above 0, got -1.0",
         "r.yaml:10: data.0.path is required and has no default: a path",
         "r.yaml:9: stop.1: expected text, got 1 (an integer); put it in quotes",
         "r.yaml:6: warmup: lr must be above 0, got 0.0",
@@ -255,6 +262,22 @@ def test_every_problem_at_once(read: Callable[..., Resolved[Recipe]]) -> None:
 def test_one_problem(read: Callable[..., Resolved[Recipe]], text: str, problem: str) -> None:
     (found,) = problems(read, text)
     assert found.startswith(problem)
+
+
+def test_a_section_reports_each_of_its_own_checks_once(read: Callable[..., Resolved[Recipe]]) -> None:
+    def train(*overrides: str) -> list[str]:
+        return [line.partition("train: ")[2] for line in problems(read, MINIMAL, *overrides)]
+
+    assert train("train.lr=0", "train.warmup_steps=-1") == [
+        "lr must be above 0, got 0.0",
+        "warmup_steps must not be negative, got -1",
+    ]
+    assert train("train.schedule=linear", "train.warmup_steps=101") == [
+        "schedule=linear and warmup_steps=101: no more than 100 steps"
+    ]
+    assert train("train.betas=[0,0]") == ["this does not train"]
+    assert train("train.betas=[0,0]", "train.lr=0") == ["lr must be above 0, got 0.0"]
+    assert train("train.betas=[0,0]", "train.rl=0") == [""]  # the unknown key alone: the check may follow from it
 
 
 @pytest.mark.parametrize("text", ["novalue", "=3", "a..b=3", ".a=3", " a=3", "a b=3"])

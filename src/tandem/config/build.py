@@ -1,7 +1,7 @@
 """Builds a value of a schema from what was written, and reports every problem on the way.
 
 The structure (sections, lists, mappings, merging, origins) is ours; what a single scalar may be is pydantic's strict JSON
-mode. A section with a problem inside is not made, so its own check does not run until that is mended.
+mode. What a section's `__post_init__` refuses is reported at the first key that its message names.
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ class Builder:
         hints, extra = schemas.hints(schema), schemas.extra(schema)
         before = len(self.problems)
         given = [self._entries(schema, layer, path) for layer in layers]
-        invalid = len(self.problems) > before
+        invalid = len(self.problems) > before  # a layer that is no section
         values: dict[str, Any] = {}
+        defaults: dict[str, Any] = {}
+        written: dict[str, Origin] = {key: node.origin for entries in given for key, node in entries.items()}
         for field in schemas.settable(schema):
             leaf = join(path, field.name)
-            default = schemas.default(field) if base is None else getattr(base, field.name)
+            default = defaults[field.name] = schemas.default(field) if base is None else getattr(base, field.name)
             found = [entries[field.name] for entries in given if field.name in entries]
             if extra is not None and field.name == extra:
                 found, leaf = [node for node in (self._free(entries, hints, extra, path) for entries in given) if node], path
@@ -84,14 +86,44 @@ class Builder:
         if extra is None:
             for entries in given:
                 self._unknown({key: node for key, node in entries.items() if key not in hints}, hints, path)
-        if invalid or any(value is _INVALID for value in values.values()):
+        if invalid:
             return _INVALID
-        try:
-            return schema(**values)
-        except ValueError as error:
-            message = " ".join(str(error).split())
-            self.problems.append(f"{self._blame(message, path, layers)}: {path + ': ' if path else ''}{message}")
-            return _INVALID
+        position = layers[-1].origin if path and layers else self._source
+        return self._checked(schema, values, defaults, written, path, position)
+
+    def _checked(
+        self,
+        schema: type[Any],
+        values: dict[str, Any],
+        defaults: dict[str, Any],
+        written: dict[str, Origin],
+        path: str,
+        position: Origin,
+    ) -> Any:
+        """The section, if its own checks pass. They stop at the first problem, so what they blame is tried again as the default.
+
+        suspects: keys with a problem that is reported; a check that blames one of them, or none by name, may only follow.
+        """
+        unknown = written.keys() - schemas.hints(schema).keys() if schemas.extra(schema) is None else set[str]()
+        suspects = {name for name, value in values.items() if value is _INVALID} | unknown
+        values = {name: defaults[name] if name in suspects else value for name, value in values.items()}
+        while not any(value is MISSING or value is _INVALID for value in values.values()):
+            try:
+                made = schema(**values)
+            except ValueError as error:
+                words = re.findall(r"\w+", str(error))
+                blamed = next((word for word in words if word in written), None)
+                if suspects.intersection(words) or (blamed is None and suspects):
+                    break
+                message = " ".join(str(error).split())
+                self.problems.append(f"{written.get(blamed or '', position)}: {path + ': ' if path else ''}{message}")
+                if blamed not in values:
+                    break
+                suspects.add(blamed)
+                values[blamed] = defaults[blamed]
+            else:
+                return _INVALID if suspects else made
+        return _INVALID
 
     def _entries(self, schema: type[Any], layer: Node, path: str) -> dict[str, Node]:
         """The layer as a mapping of this section's keys; empty, with a problem, where it is none."""
@@ -177,11 +209,6 @@ class Builder:
             near += [self._elsewhere[name] for name in difflib.get_close_matches(key, self._elsewhere, n=1)]
             advice = f"did you mean {near[0]!r}?" if near else f"{path or 'a recipe'} has {', '.join(names)}"
             self.problems.append(f"{node.origin}: unknown key {join(path, key)!r}; {advice}")
-
-    def _blame(self, message: str, path: str, layers: Sequence[Node]) -> Origin:
-        """The position of the first key that a section's own check names, else that of the section."""
-        named = (self.origins.get(join(path, word)) for word in re.findall(r"\w+", message))
-        return next((origin for origin in named if origin), layers[-1].origin if path and layers else self._source)
 
 
 @cache
