@@ -1,19 +1,22 @@
 """The decoder that training and native rollout share: one definition, two ways through it.
 
 `Decoder.prefill` reads whole rows at once, `Decoder.decode` one token a row against a `KVCache`; both run the same
-block on [M, D] rows through `numerics`. Grouped-query attention, rotary positions, RMS norm, gated MLP, tied or untied
-embeddings, optional biases and norms of queries and keys: what Llama, Qwen2 and Qwen3 are. Parameters are float32 and
-have their Hugging Face names; products run in the compute dtype. It does not sample and has no output layer: heads.py
-turns hidden states into log-probabilities.
+layers on [M, D] rows through `numerics`. Grouped-query attention, rotary positions, RMS norm, gated MLP, tied or untied
+embeddings, optional biases, optional norms of queries and keys: what Llama, Qwen2 and Qwen3 are. It does not sample
+and has no output layer: heads.py turns hidden states into log-probabilities.
 
-Legend: B rows, T padded time, S decode rows, M rows of a product (a multiple of numerics.ROWS), D width, H heads,
-K key-value heads, d head size.
+Parameters are float32 and have their Hugging Face names. Products with weights run in the compute dtype, all else
+(residual stream, norms, positions, attention) in float32.
+
+Legend: B rows, T padded time, S decode rows, W window of keys, M rows of a product (B * T or S, padded to a multiple of
+numerics.ROWS), D width, H heads, K key-value heads, G = H / K, d head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +24,16 @@ from torch import Tensor, nn
 
 from tandem.errors import EngineError
 from tandem.models import numerics
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder. `attention_bias` is of the q, k and v projections, `output_bias` of the o projection."""
+    """The shape of a decoder.
+
+    attention_bias: on the q, k and v projections; output_bias: on the o projection; mlp_bias: on all three of the MLP;
+    qk_norm: RMS norm of each head's queries and keys; max_positions: tokens of the longest row.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -46,17 +52,8 @@ class DecoderConfig:
     max_positions: int = 2048
 
     def __post_init__(self) -> None:
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_positions",
-        )
-        for name in sizes:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*sizes, "max_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
@@ -69,11 +66,14 @@ class DecoderConfig:
 
 
 class KVCache:
-    """Keys and values of `slots` rows of up to `capacity` tokens; position p of a row is column p of its slot."""
+    """Keys and values of `slots` rows of up to `capacity` tokens: position p of a row is column p of its slot.
+
+    dtype: float32 is the fastest; the decoder's compute dtype holds the same values, since it is what they are rounded to.
+    """
 
     def __init__(self, config: DecoderConfig, slots: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
         self.slots, self.capacity = slots, capacity
-        shape = (config.num_layers, slots, config.num_kv_heads, numerics.padded(capacity, numerics.KEYS), config.head_dim)
+        shape = (config.num_layers, slots, config.num_kv_heads, padded(capacity, KEYS), config.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype)
         self.values = torch.zeros(shape, dtype=dtype)
 
@@ -83,69 +83,92 @@ class KVCache:
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
 
+# ------------------------------------------------------------------------- parameters, by their Hugging Face names
+
+
 class _Projection(nn.Module):
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        return numerics.linear(x, weight, bias)
-
 
 class _Norm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return numerics.rms_norm(x, self.weight, self.eps)
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+class _SelfAttention(nn.Module):
+    def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
-        c = config
         self.q_proj = _Projection(c.hidden_size, c.num_heads * c.head_dim, c.attention_bias)
         self.k_proj = _Projection(c.hidden_size, c.num_kv_heads * c.head_dim, c.attention_bias)
         self.v_proj = _Projection(c.hidden_size, c.num_kv_heads * c.head_dim, c.attention_bias)
         self.o_proj = _Projection(c.num_heads * c.head_dim, c.hidden_size, c.output_bias)
-        self.q_norm = _Norm(c.head_dim, c.rms_eps) if c.qk_norm else None
-        self.k_norm = _Norm(c.head_dim, c.rms_eps) if c.qk_norm else None
+        self.q_norm = _Norm(c.head_dim) if c.qk_norm else None
+        self.k_norm = _Norm(c.head_dim) if c.qk_norm else None
 
 
 class _MLP(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
-        self.gate_proj = _Projection(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.up_proj = _Projection(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.down_proj = _Projection(config.intermediate_size, config.hidden_size, config.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(numerics.gate(self.gate_proj(x), self.up_proj(x)))
+        self.gate_proj = _Projection(c.hidden_size, c.intermediate_size, c.mlp_bias)
+        self.up_proj = _Projection(c.hidden_size, c.intermediate_size, c.mlp_bias)
+        self.down_proj = _Projection(c.intermediate_size, c.hidden_size, c.mlp_bias)
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
-        self.input_layernorm = _Norm(config.hidden_size, config.rms_eps)
-        self.self_attn = _Attention(config)
-        self.post_attention_layernorm = _Norm(config.hidden_size, config.rms_eps)
-        self.mlp = _MLP(config)
+        self.input_layernorm = _Norm(c.hidden_size)
+        self.self_attn = _SelfAttention(c)
+        self.post_attention_layernorm = _Norm(c.hidden_size)
+        self.mlp = _MLP(c)
 
 
-class _Trunk(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+class _Model(nn.Module):
+    def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
-        self.norm = _Norm(config.hidden_size, config.rms_eps)
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(_Layer(c) for _ in range(c.num_layers))
+        self.norm = _Norm(c.hidden_size)
+
+
+class _Linear(NamedTuple):
+    """A projection's weights in the compute dtype."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return numerics.linear(x, self.weight, self.bias)
+
+
+class _Weights(NamedTuple):
+    """What one layer computes with: projections in the compute dtype, norms in float32."""
+
+    attention_norm: Tensor
+    q: _Linear
+    k: _Linear
+    v: _Linear
+    o: _Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    mlp_norm: Tensor
+    gate: _Linear
+    up: _Linear
+    down: _Linear
+
+
+# ------------------------------------------------------------------------------------------------------ the model
+
+# (layer, queries [M, H, d], keys [M, K, d], values [M, K * d]) -> [M, H * d]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder(nn.Module):
-    """See the module's docstring. config: the shape; dtype: of products and hidden states (parameters stay float32)."""
+    """See the module's docstring. config: the shape; dtype: the compute dtype (parameters stay float32)."""
 
     cos: Tensor
     sin: Tensor
@@ -153,94 +176,133 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.model = _Trunk(config)
+        self.model = _Model(config)
         self.lm_head = None if config.tie_embeddings else _Projection(config.hidden_size, config.vocab_size, False)
-        half = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        angles = torch.arange(config.max_positions).float()[:, None] * (1.0 / config.rope_theta**half)
-        cos, sin = angles.double().cos().float(), angles.double().sin().float()
+        exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        angles = (torch.arange(config.max_positions).float()[:, None] * (1.0 / config.rope_theta**exponents)).double()
+        cos, sin = angles.cos().float(), angles.sin().float()
         self.register_buffer("cos", torch.cat([cos, cos], 1), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], 1), persistent=False)
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     @property
     def output_weight(self) -> Tensor:
-        """[V, D] float32: the output layer, which is the embedding where the two are tied."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        """[V, D] in the compute dtype: the output layer, which is the embedding where the two are tied."""
+        return self._compute(self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
 
     def prefill(self, tokens: Tensor, cache: KVCache | None = None, slots: Tensor | None = None) -> Tensor:
         """Hidden states [B, T, D] after the final norm of tokens [B, T] int64, causal from position 0.
 
         Right padding is inert. With a cache, keys and values of all T positions are written into `slots` [B] int64
-        (the first B by default); without one the result is differentiable.
+        (the first B by default); without one the result is differentiable. Raises EngineError for rows that are too
+        long for the model or the cache.
         """
-        c, (B, T) = self.config, tokens.shape
-        self._check(T - 1, cache)
-        W = numerics.padded(T, numerics.KEYS)
-        group = c.num_heads // c.num_kv_heads
-        columns = torch.arange(W)
-        bias = torch.zeros(W, W).masked_fill_(columns > columns[:, None], float("-inf")).repeat_interleave(group, 0)[None]
+        c, (B, length) = self.config, tokens.shape
+        self._check(B, length, cache)
+        tokens = F.pad(tokens, (0, max(QUERIES - length, 0)))
+        T, K, G, d = tokens.shape[1], c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
+        W, N, M = padded(T, KEYS), B * T, padded(B * T, ROWS)
+        ahead = torch.arange(W) > torch.arange(T)[:, None]
+        bias = torch.zeros(T, W).masked_fill_(ahead, float("-inf")).repeat_interleave(G, 0)[None]
         rows = slice(0, B) if slots is None else slots
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q = q.view(B, W, c.num_kv_heads, group, c.head_dim).transpose(1, 2).reshape(B * c.num_kv_heads, W * group, c.head_dim)
-            k, v = (x.view(B, W, c.num_kv_heads, c.head_dim).transpose(1, 2) for x in (k, v))
+            k, v = (x[:N].view(B, T, K, d).transpose(1, 2) for x in (k, v))
             if cache is not None:
-                cache.keys[layer, rows, :, :T], cache.values[layer, rows, :, :T] = k[:, :, :T], v[:, :, :T]
-            out = numerics.attention(q, k.reshape(-1, W, c.head_dim), v.reshape(-1, W, c.head_dim), bias)
-            return out.view(B, c.num_kv_heads, W, group, c.head_dim).transpose(1, 2).reshape(B * W, c.num_heads * c.head_dim)
+                cache.keys[layer, rows, :, :length] = k[:, :, :length].to(cache.keys.dtype)
+                cache.values[layer, rows, :, :length] = v[:, :, :length].to(cache.values.dtype)
+            k, v = (F.pad(x, (0, 0, 0, W - T)).reshape(B * K, W, d) for x in (k, v))
+            q = q[:N].view(B, T, K, G, d).transpose(1, 2).reshape(B * K, T * G, d)
+            out = numerics.attention(q, k, v, bias).view(B, K, T, G, d).transpose(1, 2)
+            return F.pad(out.reshape(N, -1), (0, 0, 0, M - N))
 
-        x = self._blocks(F.pad(tokens, (0, W - T)).flatten(), columns.repeat(B), attend)
-        return x.view(B, W, c.hidden_size)[:, :T]
+        positions = torch.arange(T).repeat(B)
+        hidden = self._forward(F.pad(tokens.flatten(), (0, M - N)), F.pad(positions, (0, M - N)), attend)
+        return hidden[:N].view(B, T, -1)[:, :length]
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """Hidden states [S, D] after the final norm of one token a row: row i is in slot i of the cache.
+        """Hidden states [S, D] after the final norm of one token a row, where row i is in slot i of the cache.
 
         tokens and positions: int64 [S]. Writes keys and values at each row's position and attends to 0..position;
-        the window is cut to the longest row.
+        the window is cut to the longest row. Raises EngineError for a row that is too long for the model or the cache.
         """
         c, S = self.config, tokens.shape[0]
-        longest = int(positions.max())
-        self._check(longest, cache)
-        W, M = numerics.padded(longest + 1, numerics.KEYS), numerics.padded(S)
-        K, group, capacity = c.num_kv_heads, c.num_heads // c.num_kv_heads, cache.keys.shape[3]
+        length = int(positions.max()) + 1
+        self._check(S, length, cache)
+        K, G, d, columns = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim, cache.keys.shape[3]
+        W, M = padded(length, KEYS), padded(S, ROWS)
         bias = torch.zeros(S, W).masked_fill_(torch.arange(W) > positions[:, None], float("-inf"))
-        bias = bias[:, None].expand(S, K * group, W).reshape(S * K, group, W)
-        places = (torch.arange(S * K).view(S, K) * capacity + positions[:, None]).flatten()
+        bias = bias.repeat_interleave(K, 0)[:, None]
+        places = (torch.arange(0, S * K * columns, columns).view(S, K) + positions[:, None]).flatten()
+
+        def window(cached: Tensor, new: Tensor) -> Tensor:
+            cached.view(-1, d).index_copy_(0, places, new[:S].reshape(-1, d).to(cached.dtype))
+            return cached.view(-1, columns, d)[: S * K, :W].float()
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.keys[layer], cache.values[layer]
-            keys.view(-1, c.head_dim).index_copy_(0, places, k[:S].reshape(-1, c.head_dim))
-            values.view(-1, c.head_dim).index_copy_(0, places, v[:S].reshape(-1, c.head_dim))
-            keys, values = (x.view(-1, capacity, c.head_dim)[: S * K, :W] for x in (keys, values))
-            out = numerics.attention(q[:S].reshape(S * K, group, c.head_dim), keys, values, bias)
-            return F.pad(out.reshape(S, c.num_heads * c.head_dim), (0, 0, 0, M - S))
+            k, v = window(cache.keys[layer], k), window(cache.values[layer], v)
+            out = numerics.attention(q[:S].view(S * K, G, d), k, v, bias)
+            return F.pad(out.reshape(S, -1), (0, 0, 0, M - S))
 
-        return self._blocks(F.pad(tokens, (0, M - S)), F.pad(positions, (0, M - S)), attend)[:S]
+        return self._forward(F.pad(tokens, (0, M - S)), F.pad(positions, (0, M - S)), attend)[:S]
 
-    def _blocks(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """All layers and the final norm on rows: tokens and positions int64 [M]; gives [M, D]."""
-        c, M = self.config, tokens.shape[0]
+    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """All layers and the final norm, [M, D], for tokens and positions int64 [M]."""
+        c, M, eps, dtype = self.config, tokens.shape[0], self.config.rms_eps, self.dtype
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-        scale = c.head_dim**-0.5
         x = F.embedding(tokens, self.model.embed_tokens.weight)
-        for index, layer in enumerate(self.model.layers):
-            assert isinstance(layer, _Layer)
-            att = layer.self_attn
-            h = layer.input_layernorm(x).to(self.dtype)
-            q, k = att.q_proj(h).view(M, c.num_heads, c.head_dim), att.k_proj(h).view(M, c.num_kv_heads, c.head_dim)
-            if att.q_norm is not None and att.k_norm is not None:
-                q, k = att.q_norm(q), att.k_norm(k)
-            q, k = numerics.rotate(q, cos * scale, sin * scale).to(self.dtype), numerics.rotate(k, cos, sin).to(self.dtype)
-            x = x + att.o_proj(attend(index, q, k, att.v_proj(h)))
-            x = x + layer.mlp(layer.post_attention_layernorm(x).to(self.dtype))
-        return self.model.norm(x).to(self.dtype)
+        for index, w in enumerate(self._layers()):
+            h = numerics.rms_norm(x, w.attention_norm, eps).to(dtype)
+            q, k = w.q(h).float().view(M, c.num_heads, c.head_dim), w.k(h).float().view(M, c.num_kv_heads, c.head_dim)
+            if w.q_norm is not None and w.k_norm is not None:
+                q, k = numerics.rms_norm(q, w.q_norm, eps), numerics.rms_norm(k, w.k_norm, eps)
+            k = numerics.rotate(k, cos, sin).to(dtype).float()
+            x = x + w.o(attend(index, numerics.rotate(q, cos, sin), k, w.v(h).float()).to(dtype))
+            h = numerics.rms_norm(x, w.mlp_norm, eps).to(dtype)
+            x = x + w.down(numerics.gate(w.gate(h), w.up(h)))
+        return numerics.rms_norm(x, self.model.norm.weight, eps).to(dtype)
 
-    def _check(self, position: int, cache: KVCache | None) -> None:
-        limit = self.config.max_positions if cache is None else min(cache.capacity, self.config.max_positions)
-        if position >= limit:
-            raise EngineError(
-                f"position {position} is past the end: the model has {self.config.max_positions} positions"
-                + ("" if cache is None else f" and the cache {cache.capacity}")
+    def _layers(self) -> Iterator[_Weights]:
+        def linear(projection: _Projection) -> _Linear:
+            return _Linear(self._compute(projection.weight), None if projection.bias is None else self._compute(projection.bias))
+
+        for layer in self.model.layers:
+            assert isinstance(layer, _Layer)
+            attention, mlp = layer.self_attn, layer.mlp
+            yield _Weights(
+                attention_norm=layer.input_layernorm.weight,
+                q=linear(attention.q_proj),
+                k=linear(attention.k_proj),
+                v=linear(attention.v_proj),
+                o=linear(attention.o_proj),
+                q_norm=None if attention.q_norm is None else attention.q_norm.weight,
+                k_norm=None if attention.k_norm is None else attention.k_norm.weight,
+                mlp_norm=layer.post_attention_layernorm.weight,
+                gate=linear(mlp.gate_proj),
+                up=linear(mlp.up_proj),
+                down=linear(mlp.down_proj),
             )
+
+    def _compute(self, parameter: Tensor) -> Tensor:
+        """The parameter in the compute dtype.
+
+        Without gradients a copy is kept until the parameter's version counter moves. Every in-place write of torch moves
+        it, an optimiser's too; a write through `.data` or numpy does not, and would go unseen.
+        """
+        if parameter.dtype == self.dtype or torch.is_grad_enabled():
+            return parameter.to(self.dtype)
+        version = parameter._version  # pyright: ignore[reportPrivateUsage]
+        source, seen, copy = self._copies.get(id(parameter), (None, 0, parameter))
+        if source is not parameter or seen != version:
+            copy = parameter.to(self.dtype)
+            self._copies[id(parameter)] = (parameter, version, copy)
+        return copy
+
+    def _check(self, rows: int, length: int, cache: KVCache | None) -> None:
+        if length > self.config.max_positions:
+            raise EngineError(f"a row of {length} tokens is longer than the model's {self.config.max_positions} positions")
+        if cache is not None and (length > cache.capacity or rows > cache.slots):
+            raise EngineError(f"{rows} rows of {length} tokens do not fit a cache of {cache.slots} slots of {cache.capacity}")
 
 
 def init_decoder(config: DecoderConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:

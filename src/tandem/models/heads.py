@@ -1,15 +1,15 @@
 """From hidden states to log-probabilities: the output layer, and the one place where tokens are shifted.
 
-`next_logprobs` gives rollout the whole distribution, `token_logprobs` gives training the sampled tokens' share of it,
-with the same bits; neither ever holds logits of all positions of a batch. `row_logprobs` is the only function of
-Tandem that knows that hidden state t - 1 predicts token t. It knows nothing of losses.
+`next_logprobs` gives rollout the whole distribution; `token_logprobs` gives training the sampled tokens' part of it,
+with the same bits and without ever holding the logits of a whole batch. `row_logprobs` is the only function of Tandem
+that knows that hidden state t - 1 predicts token t. Nothing here knows of losses.
 
 Legend: M rows, V vocabulary, D width, B rows of a batch, T padded time.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,14 @@ from torch import Tensor
 from tandem.errors import ColumnError
 from tandem.models import numerics
 from tandem.models.decoder import Decoder
+from tandem.models.numerics import ROWS, padded
 
-CHUNK_ROWS = 1024
+CHUNK_LOGITS = 1 << 24  # logits held at a time by default: 64 MiB
 
 
 def next_logprobs(decoder: Decoder, hidden: Tensor, temperature: Tensor) -> Tensor:
-    """Log-softmax of logits / temperature: float32 [M, V] for hidden [M, D] and temperature [M] (0 counts as 1)."""
-    rows = hidden.shape[0]
-    return _logprobs(_pad_rows(hidden), decoder.output_weight, _pad_rows(_divisor(temperature)))[:rows]
+    """Log-softmax of logits / temperature: float32 [M, V], for hidden [M, D] and temperature [M] (0 counts as 1)."""
+    return _logprobs(_pad_rows(hidden), decoder.output_weight, _divisor(temperature))[: hidden.shape[0]]
 
 
 def token_logprobs(
@@ -34,90 +34,96 @@ def token_logprobs(
     targets: Tensor,
     temperature: Tensor,
     *,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each row's target and, when asked, the entropy of its distribution: float32 [M] both.
+    """Log-probability of each row's target and, when asked, the entropy of its distribution: float32 [M] each.
 
-    hidden [M, D], targets int64 [M], temperature [M] (0 counts as 1). Differentiable in hidden and the output layer.
-    Logits exist for `chunk_rows` rows at a time and are computed again in the backward pass; neither the chunk size
-    nor the other rows change a row's bits, which are those of `next_logprobs`.
+    hidden [M, D], targets int64 [M], temperature [M] (0 counts as 1). Both results are differentiable in hidden and in
+    the output layer. Logits exist for `chunk_rows` rows at a time (by default for CHUNK_LOGITS logits) and are computed
+    again in the backward pass. Neither the chunks nor the other rows change a row's bits: they are `next_logprobs`'s.
     """
-    rows = hidden.shape[0]
-    step = numerics.padded(chunk_rows)
-    args = (_pad_rows(hidden), decoder.output_weight, _pad_rows(targets), _pad_rows(_divisor(temperature)))
-    logprobs, entropy = _TokenLogprobs.apply(*args, step, with_entropy)  # type: ignore[no-untyped-call]
+    weight, rows = decoder.output_weight, hidden.shape[0]
+    step = padded(chunk_rows or CHUNK_LOGITS // weight.shape[0], ROWS)
+    args = (_pad_rows(hidden), weight, _pad_rows(targets), _divisor(temperature), step, with_entropy)
+    logprobs, entropy = cast("tuple[Tensor, Tensor]", _TokenLogprobs.apply(*args))
     return logprobs[:rows], entropy[:rows] if with_entropy else None
 
 
 def row_logprobs(
     decoder: Decoder, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: Tensor, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of tokens[b, t] given tokens[b, :t], where `mask` is true, and 0 elsewhere: float32 [B, T].
+    """Log-probability of tokens[b, t] given tokens[b, :t] where `mask` is true, and 0 elsewhere: float32 [B, T].
 
-    tokens int64 [B, T], right-padded with anything; lengths int64 [B]; mask bool [B, T]; temperature [B]. Only masked
-    positions go through the output layer. The second result is the entropy of the same distributions, when asked.
-    Raises ColumnError where the mask is true at position 0, which has no prediction, or past a row's length.
+    tokens int64 [B, T], padded on the right with any token; lengths int64 [B]; mask bool [B, T]; temperature [B]. Only
+    masked positions go through the output layer. The second result is the entropy of the same distributions, when asked.
+    Raises ColumnError where the mask is true at position 0, which nothing predicts, or past a row's length.
     """
-    T = tokens.shape[1]
-    inside = (torch.arange(T) < lengths[:, None]) & (torch.arange(T) > 0)
-    if bool((mask & ~inside).any()):
-        b, t = (mask & ~inside).nonzero()[0].tolist()
-        raise ColumnError(f"row {b} is masked in at position {t}, but only positions 1 to {int(lengths[b]) - 1} have a prediction")
-    b, t = mask.nonzero(as_tuple=True)
-    hidden = decoder.prefill(tokens[:, :-1])[b, t - 1]
+    place = torch.arange(tokens.shape[1])
+    wrong = mask & ((place == 0) | (place >= lengths[:, None]))
+    if wrong.any():
+        b, t = (int(i) for i in wrong.nonzero()[0])
+        raise ColumnError(f"row {b} has its mask true at position {t}, but only 1 to {int(lengths[b]) - 1} are predicted by tokens")
+    b, t = mask.nonzero().unbind(1)
+    hidden = decoder.prefill(tokens[:, : max(tokens.shape[1] - 1, 1)])[b, t - 1]
     logprobs, entropy = token_logprobs(decoder, hidden, tokens[b, t], temperature[b], with_entropy=with_entropy)
-    blank = torch.zeros(tokens.shape)
-    return blank.index_put((b, t), logprobs), None if entropy is None else blank.index_put((b, t), entropy)
-
-
-def _divisor(temperature: Tensor) -> Tensor:
-    return torch.where(temperature == 0, 1.0, temperature)
+    zeros = torch.zeros(tokens.shape)
+    return zeros.index_put((b, t), logprobs), None if entropy is None else zeros.index_put((b, t), entropy)
 
 
 def _pad_rows(x: Tensor) -> Tensor:
-    missing = numerics.padded(x.shape[0]) - x.shape[0]
-    return F.pad(x, (0, 0, 0, missing) if x.ndim == 2 else (0, missing), value=1) if missing else x
+    missing = padded(x.shape[0], ROWS) - x.shape[0]
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x
+
+
+def _divisor(temperature: Tensor) -> Tensor:
+    """[M, 1], padded: what logits are divided by."""
+    temperature = _pad_rows(temperature)
+    return temperature.masked_fill(temperature == 0, 1.0)[:, None]
 
 
 def _logprobs(hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
-    logits = numerics.linear(hidden, weight.to(hidden.dtype)).float()
-    return numerics.log_softmax(logits.div_(divisor[:, None]))
+    return numerics.log_softmax(numerics.linear(hidden, weight).float() / divisor)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """All arguments have a multiple of numerics.ROWS rows. Gives log-probabilities and entropies (empty unless asked)."""
+    """Rows are padded. Gives log-probabilities and entropies (empty unless asked for)."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor, step: int, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        logprobs = torch.empty(hidden.shape[0])
-        entropy = torch.empty(hidden.shape[0] if with_entropy else 0)
-        for at in range(0, hidden.shape[0], step):
-            part = slice(at, at + step)
-            full = _logprobs(hidden[part], weight, divisor[part])
-            logprobs[part] = full.gather(1, targets[part, None])[:, 0]
+        rows = hidden.shape[0]
+        logprobs, entropy = torch.empty(rows), torch.empty(rows if with_entropy else 0)
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            all_logprobs = _logprobs(hidden[part], weight, divisor[part])
+            logprobs[part] = all_logprobs.gather(1, targets[part, None])[:, 0]
             if with_entropy:
-                entropy[part] = -(full.exp() * full).sum(1)
+                entropy[part] = -(all_logprobs.exp() * all_logprobs).sum(1)
         ctx.save_for_backward(hidden, weight, targets, divisor, entropy)
         ctx.step = step
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """With z = logits / temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy)."""
         hidden, weight, targets, divisor, entropy = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grads
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        for at in range(0, hidden.shape[0], ctx.step):
-            part = slice(at, at + ctx.step)
-            full = _logprobs(hidden[part], weight, divisor[part])
-            p = full.exp()
-            grad = p * -grad_logprobs[part, None]
-            grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+        for_hidden, for_weight, *_ = ctx.needs_input_grad
+        grad_logprobs, grad_entropy = (grad[:, None] for grad in grads)
+        grad_hidden = torch.empty_like(hidden) if for_hidden else None
+        grad_weight = torch.zeros(weight.shape) if for_weight else None
+        for start in range(0, hidden.shape[0], ctx.step):
+            part = slice(start, start + ctx.step)
+            all_logprobs = _logprobs(hidden[part], weight, divisor[part])
+            p = all_logprobs.exp()
+            grad = p * -grad_logprobs[part]
             if entropy.numel():
-                grad -= p * (full + entropy[part, None]) * grad_entropy[part, None]
-            grad = (grad / divisor[part, None]).to(hidden.dtype)
-            grad_hidden[part] = numerics.product(grad, weight.to(hidden.dtype))
-            grad_weight += numerics.product(grad.T, hidden[part])
-        return grad_hidden, grad_weight, None, None, None, None
+                grad -= p * (all_logprobs + entropy[part, None]) * grad_entropy[part]
+            grad.scatter_add_(1, targets[part, None], grad_logprobs[part])
+            grad = (grad / divisor[part]).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = numerics.product(grad, weight)
+            if grad_weight is not None:
+                grad_weight += numerics.product(grad.t(), hidden[part])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None

@@ -1,49 +1,73 @@
 """Every product and softmax of model code, in forms whose bits for a row do not depend on what stands beside it.
 
 Training scores a whole batch at once, generation one token a row among changing companions. Both call these
-functions, so the log-probabilities of the two are equal bit for bit where the start-up probe (probe.py) finds that
-this machine's kernels keep to the rules below. It is not a kernel library: everything is torch.
+functions, so their log-probabilities are equal bit for bit wherever the start-up probe (probe.py) finds that this
+machine's kernels keep to the rules below. It is not a kernel library: everything is plain torch.
 
-The rules, and why each is there (CPU, torch 2.13):
+A kernel sums each output over its inner dimension in some order, and picks that order by the shapes it is given and
+by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear` and `attention` apply them):
 
-1. The rows M of a matrix product are a multiple of ROWS. Kernels fall into classes by M (1; 2 and 3; 4 and more), and
-   with two threads the rows left over by an uneven split are summed in another order.
-2. A window of keys starts at column 0 of its row and is a multiple of KEYS long. Q K^T takes other kernels for very
-   short windows, and P V takes the keys in blocks counted from the first column.
-3. P V is summed over tiles of TILE keys, in order. Left alone, the kernel cuts the sum by the length of the window.
-4. A product of queries has at least QUERIES rows: grouped heads can leave one to three in a decode step.
-5. Softmax is explicit and in float32; masked columns are -inf, hence exactly 0, and add nothing to any sum.
-6. Element-wise code is made of add, sub, mul, div and sqrt, which round correctly and so have the same bits in scalar
-   and in vector code. `exp` has not: torch splits work above 32,768 elements between threads, and the ends of the
-   pieces run scalar code. Rule 1 makes those pieces whole vectors for one and two threads.
+1. The rows of a product are a multiple of ROWS. By number of rows there are classes of kernels (1; 2 and 3; 4 and
+   more), and the rows left over by an uneven split between threads are summed in another order.
+2. An inner dimension is summed in tiles of INNER, in order. Longer ones are split by the kernel itself, at places
+   that depend on the number of rows (bfloat16) or between the threads (float32).
+3. A window of keys starts at column 0 of its row and is a multiple of KEYS long: P V blocks its keys from the first
+   column on, and short windows take other kernels. P V is summed in tiles of TILE keys, in order, the last one cut.
+4. A product with keys has at least QUERIES rows of queries (grouped heads leave fewer in a decode step), and its inner
+   dimension, the head size, is summed in tiles of HEAD, since small problems of larger heads take other kernels. The
+   scale is multiplied into the queries: some kernels would apply it before the sum and some after.
+5. Attention is in float32 whatever the products' dtype: with the window cut at a multiple of KEYS, bfloat16 flips
+   roundings. Softmax is explicit; masked columns are -inf, so they weigh exactly 0 and add nothing to a sum.
+6. Element-wise code is add, sub, mul, div and sqrt, which round correctly, so that scalar and vector code agree.
+   `exp` does not: where torch splits a tensor between threads, the ends of the pieces run scalar code. `gate` has it
+   split at whole vectors only.
 
-Legend: M rows (tokens, padded), N attention problems (row x kv head), Q query rows of one, W keys of one, H heads,
-d head size.
+Backward passes are plain: gradients promise no bits.
+
+Legend: M rows (tokens, padded), N attention problems (row x key-value head), Q queries of one, W keys of one, d head size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 16
+INNER = 384
 KEYS = 16
 TILE = 128
 QUERIES = 4
+HEAD = 64
+GRAIN = 32_768  # elements that torch leaves to one thread
 
 
-def padded(count: int, multiple: int = ROWS) -> int:
-    """`count` rounded up to a multiple, at least one of it."""
+def padded(count: int, multiple: int) -> int:
+    """`count` rounded up to a multiple; at least one of it."""
     return max(-(-count // multiple), 1) * multiple
 
 
+# ---------------------------------------------------------------------------------------------------- products
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Gives x [M, in] times weight [out, in] transposed, plus bias [out]; M a multiple of ROWS, all of one dtype."""
+    """Gives x weight^T + bias: x [M, in], weight [out, in], bias [out], all of one dtype; M a multiple of ROWS."""
     assert x.shape[0] % ROWS == 0, f"{x.shape[0]} rows are no multiple of {ROWS}"
-    return F.linear(x, weight, bias)
+    if x.shape[1] <= INNER:
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return cast("Tensor", _TiledLinear.apply(x, weight, bias))
+    return tiled_linear(x, weight, bias)
+
+
+def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` for an inner dimension above INNER, without its gradient."""
+    out = F.linear(x[:, :INNER], weight[:, :INNER], bias)
+    for start in range(INNER, x.shape[1], INNER):
+        out.addmm_(x[:, start : start + INNER], weight[:, start : start + INNER].t())
+    return out
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -51,9 +75,81 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
+class _TiledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return tiled_linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, weight), (for_x, for_weight, for_bias) = grads, ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            product(grad, weight) if for_x else None,
+            product(grad.t(), x) if for_weight else None,
+            grad.sum(0) if for_bias else None,
+        )
+
+
+# --------------------------------------------------------------------------------------------------- attention
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d) + bias) v: float32 [N, Q, d], differentiable in q, k and v.
+
+    q [N, Q, d], k and v [N, W, d] with W a multiple of KEYS; bias of 0 and -inf, broadcast to [N, Q, W]. All float32.
+    """
+    assert k.shape[1] % KEYS == 0, f"{k.shape[1]} keys are no multiple of {KEYS}"
+    queries = q.shape[1]
+    if queries < QUERIES:
+        q = F.pad(q, (0, 0, 0, QUERIES - queries))
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out = cast("Tensor", _Attention.apply(q, k, v, bias))
+    else:
+        out = attention_values(attention_weights(q, k, bias), v)
+    return out if queries >= QUERIES else out[:, :queries]
+
+
+def attention_weights(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d) + bias) over the keys: [N, Q, W]."""
+    q, k = q * q.shape[2] ** -0.5, k.transpose(1, 2)
+    scores = torch.baddbmm(bias, q[:, :, :HEAD], k[:, :HEAD])
+    for start in range(HEAD, q.shape[2], HEAD):
+        scores.baddbmm_(q[:, :, start : start + HEAD], k[:, start : start + HEAD])
+    return torch.softmax(scores, -1)
+
+
+def attention_values(p: Tensor, v: Tensor) -> Tensor:
+    """Gives p [N, Q, W] times v [N, W, d]."""
+    out = torch.bmm(p[:, :, :TILE], v[:, :TILE])
+    for start in range(TILE, p.shape[2], TILE):
+        out.baddbmm_(p[:, :, start : start + TILE], v[:, start : start + TILE])
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        p = attention_weights(q, k, bias)
+        out = attention_values(p, v)
+        ctx.save_for_backward(q, k, v, p, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (q, k, v, p, out) = grads, ctx.saved_tensors
+        grad_v = torch.bmm(p.transpose(1, 2), grad)
+        scores = torch.bmm(grad, v.transpose(1, 2))
+        scores.sub_((grad * out).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[2] ** -0.5)
+        return torch.bmm(scores, k), torch.bmm(scores.transpose(1, 2), q), grad_v, None
+
+
+# ----------------------------------------------------------------------------------------------- element by element
+
+
 def log_softmax(logits: Tensor) -> Tensor:
-    """Over the last dimension, in float32."""
-    return torch.log_softmax(logits.float(), -1)
+    """Over the last dimension of float32 logits."""
+    return torch.log_softmax(logits, -1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,59 +158,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x [..., H, d]: pairs are (i, i + d/2); the first half of `sin` is negated."""
+    """Rotary position embedding of x [..., d] in pairs (i, i + d/2); the first half of `sin` has its sign turned."""
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
 def gate(gates: Tensor, up: Tensor) -> Tensor:
-    """silu(gates) * up."""
-    return F.silu(gates) * up
+    """silu(gates) * up, for [M, F] with M a multiple of ROWS.
 
-
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """softmax(q k^T + bias) v; q [N, Q, d] scaled already, k and v [N, W, d], bias [N or 1, Q, W] float32 of 0 and -inf.
-
-    W is a multiple of KEYS. Differentiable in q, k and v.
+    Two threads share a tensor in halves, which are whole vectors thanks to ROWS; more would not be, so that with more
+    threads than two the tensor goes to them in pieces of two grains.
     """
-    assert k.shape[1] % KEYS == 0, f"{k.shape[1]} keys are no multiple of {KEYS}"
-    rows = q.shape[1]
-    if rows < QUERIES:
-        q, bias = F.pad(q, (0, 0, 0, QUERIES - rows)), F.pad(bias, (0, 0, 0, QUERIES - rows))
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out: Any = _Attention.apply(q, k, v, bias)
-    else:
-        out = _values(_weights(q, k, bias), v)
-    return out[:, :rows]
-
-
-def _weights(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-    scores = torch.bmm(q, k.transpose(1, 2)).float() + bias
-    return torch.softmax(scores, -1).to(q.dtype)
-
-
-def _values(p: Tensor, v: Tensor) -> Tensor:
-    out = torch.bmm(p[:, :, :TILE], v[:, :TILE]).float()
-    for start in range(TILE, p.shape[2], TILE):
-        out += torch.bmm(p[:, :, start : start + TILE], v[:, start : start + TILE])
-    return out.to(p.dtype)
-
-
-class _Attention(torch.autograd.Function):
-    """Forward as in a decode step; backward by plain products, since only the forward's bits are promised."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        p = _weights(q, k, bias)
-        out = _values(p, v)
-        ctx.save_for_backward(q, k, v, p, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, p, out = ctx.saved_tensors
-        (grad,) = grads
-        grad_v = torch.bmm(p.transpose(1, 2), grad)
-        grad_p = torch.bmm(grad, v.transpose(1, 2)).float()
-        inner = (grad.float() * out.float()).sum(-1, keepdim=True)
-        grad_s = ((grad_p - inner) * p).to(q.dtype)
-        return torch.bmm(grad_s, k), torch.bmm(grad_s.transpose(1, 2), q), grad_v, None
+    if torch.get_num_threads() <= 2 or gates.numel() <= 2 * GRAIN:
+        return F.silu(gates) * up
+    pieces = cast("tuple[Tensor, ...]", gates.flatten().split(2 * GRAIN))
+    return torch.cat([F.silu(piece) for piece in pieces]).view_as(up) * up
