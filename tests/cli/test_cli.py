@@ -1,4 +1,4 @@
-"""cli: arguments reach `assemble`, and every kind of failure is one message and an exit code."""
+"""cli: arguments reach `launch`, and every kind of failure is one message and an exit code."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ class StandIn:
     seed: int = 0
 
 
-class Assemble:
-    """Takes the place of `tandem.assemble`: notes its calls and fails as it is told."""
+class Launch:
+    """Takes the place of `tandem.launch`: notes its calls and fails as it is told."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.error: BaseException | None = None
 
-    def train(self, recipe: Any, *, resume: bool, dry_run: bool) -> None:
+    def run(self, recipe: Any, *, resume: bool, dry_run: bool) -> None:
         self.calls.append((recipe.value, resume, dry_run))
         if self.error:
             raise self.error
 
-    def evaluate(self, recipe: Any, model: Path | None) -> None:
+    def measure(self, recipe: Any, model: Path | None) -> None:
         self.calls.append((recipe.value, model))
 
 
 @pytest.fixture
-def assemble(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Assemble:
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text("seed: 3\n", encoding="utf-8")
-    stand_in, recipe = Assemble(), ModuleType("tandem.recipe")
+    stand_in, recipe = Launch(), ModuleType("tandem.recipe")
     recipe.load_recipe = lambda path, overrides: load(path, overrides, StandIn)  # type: ignore[attr-defined]
-    for name, module in (("assemble", stand_in), ("recipe", recipe)):
+    for name, module in (("launch", stand_in), ("recipe", recipe)):
         monkeypatch.setitem(sys.modules, f"tandem.{name}", module)  # type: ignore[arg-type]
         monkeypatch.setattr(tandem, name, module, raising=False)
     return stand_in
 
 
 @pytest.fixture
-def run(assemble: Assemble, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(launch: Launch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     def run(*arguments: str) -> tuple[int, str, str]:
         code = cli.run(arguments, cli._Invocation())
         return code, *capsys.readouterr()
@@ -73,14 +73,14 @@ Run = Callable[..., tuple[int, str, str]]
 # ---------------------------------------------------------------------------------------------------------- calls
 
 
-def test_train_passes_the_recipe_the_overrides_and_the_flags(run: Run, assemble: Assemble) -> None:
+def test_train_passes_the_recipe_the_overrides_and_the_flags(run: Run, launch: Launch) -> None:
     assert run("train", "r.yaml") == (0, "", "")
     assert run("train", "r.yaml", "--resume", "seed=4") == (0, "", "")
     assert run("train", "r.yaml", "seed=5", "--dry-run") == (0, "", "")
-    assert assemble.calls == [(StandIn(3), False, False), (StandIn(4), True, False), (StandIn(5), False, True)]
+    assert launch.calls == [(StandIn(3), False, False), (StandIn(4), True, False), (StandIn(5), False, True)]
 
 
-def test_eval_takes_a_recipe_or_a_run(run: Run, assemble: Assemble) -> None:
+def test_eval_takes_a_recipe_or_a_run(run: Run, launch: Launch) -> None:
     run_directory = Path("runs/one")
     run_directory.mkdir(parents=True)
     (run_directory / "config.yaml").write_text("seed: 8\n", encoding="utf-8")
@@ -89,7 +89,7 @@ def test_eval_takes_a_recipe_or_a_run(run: Run, assemble: Assemble) -> None:
     assert run("eval", "runs/one")[0] == 0
     assert run("eval", "runs/one", "--model", "m")[0] == 0
     final = run_directory / "final"
-    assert assemble.calls == [(StandIn(3), None), (StandIn(4), Path("m")), (StandIn(8), final), (StandIn(8), Path("m"))]
+    assert launch.calls == [(StandIn(3), None), (StandIn(4), Path("m")), (StandIn(8), final), (StandIn(8), Path("m"))]
     code, _, err = run("eval", "runs")
     assert (code, err) == (2, "error: runs is a directory without a config.yaml; give a recipe file or the directory of a run\n")
 
@@ -120,13 +120,13 @@ def test_config_prints_values_with_their_origins(run: Run) -> None:
         (KeyboardInterrupt(), 130, "\ninterrupted; go on with: tandem train r.yaml 'seed=4 ' --resume\n"),
     ],
 )
-def test_foreseen_errors_are_one_message(run: Run, assemble: Assemble, error: BaseException, code: int, message: str) -> None:
-    assemble.error = error
+def test_foreseen_errors_are_one_message(run: Run, launch: Launch, error: BaseException, code: int, message: str) -> None:
+    launch.error = error
     assert run("train", "r.yaml", "seed=4 ") == (code, "", message)
 
 
-def test_debug_shows_the_traceback(run: Run, assemble: Assemble) -> None:
-    assemble.error = DataError("no task")
+def test_debug_shows_the_traceback(run: Run, launch: Launch) -> None:
+    launch.error = DataError("no task")
     for arguments in (("--debug", "train", "r.yaml"), ("train", "r.yaml", "--debug")):
         code, _, err = run(*arguments)
         assert code == 2
@@ -135,8 +135,8 @@ def test_debug_shows_the_traceback(run: Run, assemble: Assemble) -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("division\nby zero"), ExceptionGroup("tasks", [ZeroDivisionError()])])
-def test_what_nobody_foresaw_passes_through(run: Run, assemble: Assemble, error: Exception) -> None:
-    assemble.error = error
+def test_what_nobody_foresaw_passes_through(run: Run, launch: Launch, error: Exception) -> None:
+    launch.error = error
     with pytest.raises(type(error)):
         run("train", "r.yaml")
 
@@ -191,7 +191,7 @@ def test_every_help_shows_examples(command: str) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    heavy = "{'torch', 'numpy', 'transformers', 'pydantic', 'yaml', 'rich', 'matplotlib', 'tandem.recipe', 'tandem.assemble'}"
+    heavy = "{'torch', 'numpy', 'transformers', 'pydantic', 'yaml', 'rich', 'matplotlib', 'tandem.recipe', 'tandem.launch'}"
     code = f"import sys, tandem.cli; sys.exit(str(sorted({heavy} & set(sys.modules))) if {heavy} & set(sys.modules) else 0)"
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60).stderr == ""
 
@@ -204,7 +204,7 @@ DRIVER = """
 import sys, time, types
 import tandem, tandem.cli
 
-def train(how, *, resume, dry_run):
+def run(how, *, resume, dry_run):
     if how == "user":
         raise tandem.errors.DataError("no task")
     if how == "bug":
@@ -212,14 +212,14 @@ def train(how, *, resume, dry_run):
     print("started", flush=True)
     time.sleep(30)
 
-stand_in = types.SimpleNamespace(load_recipe=lambda path, overrides: overrides[0], train=train)
-sys.modules["tandem.recipe"] = sys.modules["tandem.assemble"] = tandem.recipe = tandem.assemble = stand_in
+stand_in = types.SimpleNamespace(load_recipe=lambda path, overrides: overrides[0], run=run)
+sys.modules["tandem.recipe"] = sys.modules["tandem.launch"] = tandem.recipe = tandem.launch = stand_in
 tandem.cli.main()
 """
 
 
 def test_exit_codes_of_the_program() -> None:
-    """Over stand-ins for the recipe and the assembly: a foreseen error, one that nobody foresaw, an interrupt."""
+    """Over stand-ins for the recipe and the launch: a foreseen error, one that nobody foresaw, an interrupt."""
     command = [sys.executable, "-c", DRIVER, "train", "r.yaml"]
     for how, code, expected in (
         (["user"], 2, r"error: no task\n"),
