@@ -24,7 +24,7 @@ from tandem.config.document import Node, Origin, read_file, read_override, to_li
 from tandem.config.schema import flatten, leaves, plain
 from tandem.errors import ConfigError
 
-__all__ = ["DEFAULT", "Origin", "Resolved", "dump", "explain", "leaves", "load"]
+__all__ = ["DEFAULT", "Origin", "Resolved", "dump", "explain", "flatten", "leaves", "load"]
 
 T = TypeVar("T")
 
