@@ -1,0 +1,228 @@
+"""Hugging Face model directories: Llama, Qwen2 and Qwen3, read and written without transformers.
+
+A directory is `config.json` beside `model.safetensors`, or beside shards named in `model.safetensors.index.json`. What
+the decoder cannot compute exactly (scaled rotary positions, sliding windows, quantised weights, ...) is refused by name,
+never approximated. Tokenizers and generation settings are not read here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from tandem.durable import attempt
+from tandem.errors import ModelError
+from tandem.models.decoder import Decoder, DecoderConfig
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# Fields with the only values that the decoder computes; a field that is absent is fine.
+_SUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0, None),
+    "partial_rotary_factor": (1, None),
+    "use_sliding_window": (False, None),
+    "quantization_config": (None,),
+}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def load_decoder(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The model in the directory `path` with float32 parameters and `dtype` as its compute dtype.
+
+    Raises ModelError for a directory without config or weights, for an architecture or a feature that is not supported,
+    and, in one message, for all tensors that are missing, extra or of the wrong shape.
+    """
+    decoder = Decoder(_read_config(path), dtype)
+    parameters = dict(decoder.named_parameters())
+    places = _weight_files(path)
+    problems = [f"missing {name} {list(parameters[name].shape)}" for name in parameters.keys() - places.keys()]
+    with torch.no_grad():
+        for file in sorted(set(places.values())):
+            with _open(file) as tensors:
+                for name in (name for name, place in places.items() if place == file):
+                    problems += _load_tensor(name, tensors, parameters)
+        if decoder.lm_head is None and "lm_head.weight" in places:
+            with _open(places["lm_head.weight"]) as tensors:
+                if not torch.equal(tensors.get_tensor("lm_head.weight").float(), decoder.model.embed_tokens.weight):
+                    problems.append(f"extra lm_head.weight: it differs from the embedding that {CONFIG} ties it to")
+    if problems:
+        raise ModelError(f"{path} does not hold the tensors that its {CONFIG} describes:\n  " + "\n  ".join(sorted(problems)))
+    return decoder
+
+
+def save_decoder(decoder: Decoder, path: Path, eos_id: int | None = None) -> None:
+    """Writes `config.json` and `model.safetensors` (float32) into the directory `path`, for transformers and for `load_decoder`.
+
+    eos_id: the token with which transformers ends a generation. Raises ModelError for a shape that no supported
+    architecture has, SnapshotError where the files cannot be written.
+    """
+    config = _written_config(decoder.config, eos_id)
+    tensors = {name: parameter.detach().contiguous() for name, parameter in decoder.named_parameters()}
+    with attempt(f"write the model to {path}", path):
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            safetensors.torch.save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------- config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}; a Hugging Face model directory is needed") from error
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} must hold a JSON object")
+    return cast("dict[str, Any]", value)
+
+
+def _read_config(path: Path) -> DecoderConfig:
+    file = path / CONFIG
+    fields = _read_json(file)
+    kind = fields.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ModelError(f"{file}: model_type {kind!r} is not supported; {', '.join(ARCHITECTURES)} are")
+    # transformers 5 keeps everything about rotary positions in rope_parameters; before, it was spread over two fields.
+    rope: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    problems = [
+        f"{name}={fields[name]!r} is not supported"
+        for name, supported in _SUPPORTED.items()
+        if fields.get(name, supported[0]) not in supported
+    ]
+    if (scaling := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        problems.append(f"rope type {scaling!r} (in rope_parameters or rope_scaling) is not supported, only 'default' is")
+    if other := set(cast("Sequence[str]", fields.get("layer_types") or ())) - {"full_attention"}:
+        problems.append(f"layer_types {sorted(other)} are not supported, only 'full_attention' is")
+    defaults = {
+        "num_key_value_heads": fields.get("num_attention_heads"),
+        "max_position_embeddings": 2048 if kind == "llama" else 32_768,
+    }
+    sizes: dict[str, int] = {}
+    for name in _SIZES:
+        value = fields.get(name, defaults.get(name))
+        if type(value) is int and value > 0:
+            sizes[name] = value
+        else:
+            problems.append(f"{name} must be a positive integer, got {value!r}")
+    if problems:
+        raise ModelError(f"{file}: " + "; ".join(problems))
+    bias, width, heads = bool(fields.get("attention_bias")), sizes["hidden_size"], sizes["num_attention_heads"]
+    try:
+        return DecoderConfig(
+            vocab_size=sizes["vocab_size"],
+            hidden_size=width,
+            intermediate_size=sizes["intermediate_size"],
+            num_layers=sizes["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=sizes["num_key_value_heads"],
+            head_dim=fields.get("head_dim") or (128 if kind == "qwen3" else width // heads),
+            rope_theta=rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0,
+            rms_eps=fields.get("rms_norm_eps", 1e-6),
+            tie_embeddings=bool(fields.get("tie_word_embeddings")),
+            attention_bias=kind == "qwen2" or bias,
+            output_bias=kind != "qwen2" and bias,
+            mlp_bias=kind == "llama" and bool(fields.get("mlp_bias")),
+            qk_norm=kind == "qwen3",
+            max_positions=sizes["max_position_embeddings"],
+        )
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{file}: {error}") from error
+
+
+def _written_config(c: DecoderConfig, eos_id: int | None) -> dict[str, Any]:
+    kind = "qwen3" if c.qk_norm else "qwen2" if c.attention_bias and not c.output_bias else "llama"
+    problems = {
+        "mlp_bias with qk_norm or with biases on q, k and v alone": c.mlp_bias and kind != "llama",
+        "a bias on o and none on q, k and v, or the reverse beside qk_norm": kind != "qwen2" and c.attention_bias != c.output_bias,
+        "a hidden_size that is no multiple of num_heads": kind == "llama" and c.hidden_size % c.num_heads != 0,
+    }
+    if found := [name for name, there in problems.items() if there]:
+        raise ModelError(f"none of {', '.join(ARCHITECTURES)} has {' and '.join(found)}, so that the model cannot be written: {c}")
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "dtype": "float32",
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": c.max_positions,
+        "rms_norm_eps": c.rms_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        "tie_word_embeddings": c.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "pad_token_id": None,
+    } | {
+        "llama": {"attention_bias": c.attention_bias, "mlp_bias": c.mlp_bias},
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": {"use_sliding_window": False, "attention_bias": c.attention_bias},
+    }[kind]
+
+
+# ------------------------------------------------------------------------------------------------------ tensors
+
+
+def _weight_files(path: Path) -> dict[str, Path]:
+    """Where each tensor of the directory is."""
+    if (path / INDEX).exists():
+        weight_map: dict[str, str] = _read_json(path / INDEX).get("weight_map", {})
+        return {name: path / file for name, file in weight_map.items()}
+    if not (path / WEIGHTS).exists():
+        raise ModelError(f"{path} has neither {WEIGHTS} nor {INDEX}; other formats of weights are not read")
+    with _open(path / WEIGHTS) as tensors:
+        return dict.fromkeys(tensors.keys(), path / WEIGHTS)
+
+
+def _open(file: Path) -> Any:
+    """A safetensors file; the library is untyped."""
+    try:
+        return safetensors.safe_open(file, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read {file}: {error}; fetch or save the model again") from error
+
+
+def _load_tensor(name: str, tensors: Any, parameters: Mapping[str, Tensor]) -> list[str]:
+    """Copies one tensor into its parameter; gives what is wrong with it."""
+    if name not in parameters:
+        # Old checkpoints keep the frequencies, which follow from rope_theta; a tied output layer is compared by the caller.
+        ignored = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+        return [] if ignored else [f"extra {name}"]
+    view, want = tensors.get_slice(name), list(parameters[name].shape)
+    if view.get_shape() != want:
+        return [f"misshaped {name}: {view.get_shape()}, expected {want}"]
+    if view.get_dtype() not in _FLOATS:
+        return [f"{name} is of type {view.get_dtype()}, expected one of {', '.join(_FLOATS)}"]
+    parameters[name].copy_(tensors.get_tensor(name))
+    return []
