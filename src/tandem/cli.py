@@ -1,4 +1,4 @@
-"""The command line: reads arguments, calls `assemble`, and turns errors into one message and an exit code.
+"""The command line: reads arguments, calls `launch`, and turns errors into one message and an exit code.
 
 0: done. 1: the run failed. 2: the input is wrong. 130: interrupted. Nothing heavy is imported before a command needs it,
 and no command does work of its own.
@@ -151,11 +151,11 @@ def train(invocation: _Invocation, recipe: Path, overrides: tuple[str, ...], res
       tandem train recipes/quickstart.yaml --resume
     """
     resolved = _load(recipe, overrides)
-    from tandem import assemble
+    from tandem import launch
 
     if not dry_run:
         invocation.resume = shlex.join(["tandem", "train", str(recipe), *overrides, "--resume"])
-    assemble.train(resolved, resume=resume, dry_run=dry_run)
+    launch.run(resolved, resume=resume, dry_run=dry_run)
 
 
 @tandem.command("eval")
@@ -179,9 +179,9 @@ def evaluate(recipe: Path, overrides: tuple[str, ...], model: Path | None) -> No
             raise ConfigError(f"{run_directory} is a directory without a config.yaml; give a recipe file or the directory of a run")
         model = model or run_directory / "final"
     resolved = _load(recipe, overrides)
-    from tandem import assemble
+    from tandem import launch
 
-    assemble.evaluate(resolved, model)
+    launch.measure(resolved, model)
 
 
 @tandem.command()

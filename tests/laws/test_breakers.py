@@ -6,8 +6,8 @@ import importlib
 from pathlib import Path
 
 import pytest
-from tandem.errors import TandemError
 
+from tandem.errors import TandemError
 from tests.laws.breaking import Breaker
 
 MODULES = sorted(path.stem for path in Path(__file__).parent.glob("test_law*.py"))

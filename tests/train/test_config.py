@@ -38,10 +38,18 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
         ({"max_nonfinite": -1}, "max_nonfinite"),
-        ({"schedule": "cosine"}, "total_steps"),
         ({"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "above warmup_steps=5, got 5"),
     ],
 )
 def test_values_out_of_range(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         TrainConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_schedule_without_an_end_takes_the_run_s() -> None:
+    open_ended = TrainConfig(schedule="linear", warmup_steps=1)
+    assert open_ended.over(5).total_steps == 5
+    assert TrainConfig(schedule="linear", total_steps=3).over(5).total_steps == 3
+    assert TrainConfig().over(5) == TrainConfig()
+    with pytest.raises(ValueError, match="total_steps"):
+        learning_rate(open_ended, 1)

@@ -30,7 +30,7 @@ def final_report(
     console.print(before_after(summary))
     console.print()
     for sample in samples[:3]:
-        console.print(_shown(sample), soft_wrap=True)
+        console.print(shown(sample), soft_wrap=True)
     console.print()
     console.print(draw_text(curve, width=min(console.width, 100)))
     console.print()
@@ -50,7 +50,7 @@ def before_after(summary: Summary) -> Table:
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
     for name in before:
-        if name in after and name != "n":
+        if name in after and name not in ("n", "failed"):
             change = after[name] - before[name]
             style = "green" if change > 0 else "red" if change < 0 else ""
             table.add_row(
@@ -59,7 +59,7 @@ def before_after(summary: Summary) -> Table:
     return table
 
 
-def _shown(sample: SampleRecord) -> Text:
+def shown(sample: SampleRecord) -> Text:
     """A task, what the policy made of it, and the reward."""
     value = sample.reward
     mark, style = ("?", "yellow") if value is None else ("✓", "green") if value > 0 else ("✗", "red")

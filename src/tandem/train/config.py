@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -12,7 +12,7 @@ class TrainConfig:
     """Settings of a TrainEngine.
 
     lr, betas, eps, weight_decay: of AdamW, for every parameter. schedule: how the learning rate goes down after
-    `warmup_steps` updates of rising linearly; "linear" and "cosine" reach 0 after `total_steps` updates.
+    `warmup_steps` updates of rising linearly; "linear" and "cosine" reach 0 after `total_steps` updates (0: when the run ends).
     max_grad_norm: the gradient's global norm is scaled down to it; .inf is off. micro_batch_tokens: tokens, padding
     included, of one pass through the model; a longer row passes alone. max_nonfinite: how many steps in a row may be
     refused for a NaN or an infinity before the run stops.
@@ -40,13 +40,17 @@ class TrainConfig:
             (self.micro_batch_tokens > 0, f"micro_batch_tokens must be positive, got {self.micro_batch_tokens}"),
             (self.max_nonfinite >= 0, f"max_nonfinite must not be negative, got {self.max_nonfinite}"),
             (
-                self.schedule == "constant" or self.total_steps > self.warmup_steps,
-                f"schedule={self.schedule} reaches 0 after total_steps, which must be above warmup_steps={self.warmup_steps}, "
-                f"got {self.total_steps}",
+                self.total_steps > self.warmup_steps or self.total_steps == 0,
+                f"total_steps must be above warmup_steps={self.warmup_steps}, or 0, got {self.total_steps}",
             ),
         ):
             if not good:
                 raise ValueError(complaint)
+
+    def over(self, updates: int) -> TrainConfig:
+        """The same, its schedule ending with a run of this many updates unless it says where it ends itself."""
+        decays = self.schedule != "constant" and self.total_steps == 0 and updates > self.warmup_steps
+        return replace(self, total_steps=updates) if decays else self
 
 
 def learning_rate(config: TrainConfig, update: int) -> float:
@@ -55,5 +59,7 @@ def learning_rate(config: TrainConfig, update: int) -> float:
         return config.lr * (update + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
+    if config.total_steps == 0:
+        raise ValueError(f"schedule={config.schedule} has no end: give total_steps, or the run's updates to TrainConfig.over")
     done = min((update - config.warmup_steps) / (config.total_steps - config.warmup_steps), 1.0)
     return config.lr * (1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)

@@ -1,0 +1,332 @@
+"""A run from beginning to end: its directory, its phases, and what happens around the loop.
+
+    runs/NAME/
+      config.yaml      every value of the recipe
+      metrics.jsonl    a line a step              samples.jsonl   every episode that was trained on
+      snapshots/       to resume from             journal.jsonl   judgements that depended on a clock
+      tensorboard/     curve.png  summary.json    final/          a Hugging Face directory
+      warmup/          metrics, snapshots and TensorBoard of the warm-up, if there is one
+
+Both phases are the same: restore the last good snapshot if there is one, run the loop, and leave a snapshot behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+
+from tandem import device
+from tandem.assemble import (
+    Model,
+    Phase,
+    Rollout,
+    build_dataset,
+    build_model,
+    build_trackers,
+    main_phase,
+    open_rollout,
+    supervised,
+    warmup_phase,
+)
+from tandem.checkpoint.journal import Journal
+from tandem.checkpoint.snapshots import SnapshotStore
+from tandem.checkpoint.wire import wire_hash
+from tandem.config import Resolved, dump, flatten
+from tandem.durable import attempt, write_whole
+from tandem.errors import ConfigError
+from tandem.faults import crash_point
+from tandem.ports import Dataset
+from tandem.recipe import Recipe, load_recipe
+from tandem.track.curve import LearningCurve, draw_png
+from tandem.track.jsonl import read_series
+from tandem.track.report import final_report, shown
+from tandem.track.samples import SampleLog, SampleRecord
+from tandem.track.summary import Summary, write_summary
+from tandem.trainer import loop
+from tandem.trainer.evaluate import EvalResult, evaluate
+from tandem.trainer.sampler import seed_of
+from tandem.trainer.schedule import schedule
+from tandem.trainer.source import RolloutSource
+from tandem.types import Json, Metrics, PolicyRef
+
+_UNTOLD = "nothing was measured: the recipe names no data.heldout or no reward"
+
+
+def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool) -> None:
+    """`tandem train`. Raises TandemError; what is on disk then can be resumed."""
+    recipe, console = resolved.value, Console()
+    schedule(recipe.trainer.mode, recipe.trainer.staleness).check_runnable()
+    if dry_run:
+        asyncio.run(_dry_run(recipe, console))
+        return
+    directory = recipe.run.directory
+    _open_directory(directory, resolved, resume, console)
+    asyncio.run(_run(recipe, directory, console))
+
+
+def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
+    """`tandem eval`: the recipe's held-out tasks on its model, or on the one in the directory `model`."""
+    recipe, console = resolved.value, Console()
+    if model is not None:
+        recipe = replace(recipe, model=replace(recipe.model, path=model, new=None))
+    asyncio.run(_measure(recipe, console))
+
+
+# -------------------------------------------------------------------------------------------------- the directory
+
+
+def _open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, console: Console) -> None:
+    """Leaves an earlier run aside, or notes what is different from it. Raises ConfigError for a directory of something else."""
+    config = directory / "config.yaml"
+    if resume and config.is_file():
+        earlier = dict(flatten(load_recipe(config, ()).value))
+        for leaf, value in flatten(resolved.value):
+            if earlier.get(leaf) != value and not leaf.startswith("run."):
+                console.print(f"resuming with {leaf}={value} where the run had {earlier.get(leaf)}", markup=False)
+    elif directory.is_dir() and any(directory.iterdir()):
+        if not config.is_file():
+            raise ConfigError(f"{directory} is not empty and holds no run (no config.yaml): choose another run.dir")
+        number = next(i for i in range(1, 1_000_000) if not directory.with_name(f"{directory.name}.{i}").exists())
+        aside = directory.rename(directory.with_name(f"{directory.name}.{number}"))
+        console.print(f"the earlier run in {directory} is kept as {aside}", markup=False)
+    with attempt(f"make the directory {directory}", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    write_whole(config, dump(resolved))
+
+
+async def _run(recipe: Recipe, directory: Path, console: Console) -> None:
+    began_s = time.monotonic()
+    model = build_model(recipe)
+    console.print(_describe(model), markup=False, highlight=False)
+    async with AsyncExitStack() as stack:
+        rollout = None
+        if not supervised(recipe) or recipe.reward is not None:
+            journal = stack.enter_context(closing(Journal(directory / "journal.jsonl")))
+            rollout = await stack.enter_async_context(open_rollout(recipe, model, journal))
+        heldout = _heldout(recipe) if rollout is not None else None
+        phase = main_phase(recipe, model, None if supervised(recipe) else rollout)
+        main = _PhaseRun(recipe, phase, directory, console, rollout, heldout, recipe.trainer.snapshot_every)
+        if recipe.warmup is not None and main.store.latest() is None:
+            warmup = _PhaseRun(
+                recipe, warmup_phase(recipe, model), directory / "warmup", console, None, None, recipe.warmup.snapshot_every
+            )
+            await warmup.run(began_s)
+            main.spent_s = 0.0
+        await main.run(began_s)
+        _finish(recipe, model, main, directory, console)
+
+
+def _describe(model: Model) -> str:
+    count = sum(parameter.numel() for parameter in model.decoder.parameters())
+    return f"model: {count:,} parameters, {model.tokenizer.vocab_size} tokens; rollout and trainer logprobs: {model.probed.law}"
+
+
+def _heldout(recipe: Recipe) -> Dataset | None:
+    return None if recipe.data.heldout is None else build_dataset(recipe.data.heldout, "heldout", seed_of(recipe.seed, "heldout"))
+
+
+# ------------------------------------------------------------------------------------------------------ one phase
+
+
+@dataclass
+class _PhaseRun:
+    """A phase and what is done between its steps: the loop's Hooks. spent_s: wall time of earlier processes."""
+
+    recipe: Recipe
+    phase: Phase
+    directory: Path
+    console: Console
+    rollout: Rollout | None
+    heldout: Dataset | None
+    snapshot_every: int
+    spent_s: float = 0.0
+    before: Mapping[str, float] = field(default_factory=dict[str, float])
+    last: EvalResult | None = None
+
+    def __post_init__(self) -> None:
+        self.store = SnapshotStore(self.directory / "snapshots", self.recipe.snapshots, device.fingerprint())
+
+    async def run(self, began_s: float) -> None:
+        phase = self.phase
+        self.began_s = began_s
+        await phase.connect()
+        with (
+            closing(build_trackers(self.recipe, phase, self.directory, self.console)) as self.trackers,
+            closing(SampleLog(self.directory / "samples.jsonl")) as self.samples,
+        ):
+            await self._restore()
+            if not self.before and self.heldout is not None:
+                self.before = _rates(await self._evaluate(0))
+            await loop.train(phase.source, phase.plan, phase.learner, phase.checkpoint, self.trackers, self, steps=phase.steps)
+            if self.heldout is not None and self.last is None:
+                await self._evaluate(phase.steps)
+
+    async def after_step(self, policy: PolicyRef, metrics: Metrics) -> None:
+        del metrics  # they are logged already
+        step, last = policy.version, policy.version == self.phase.steps
+        if isinstance(self.phase.source, RolloutSource):
+            self.samples.write(map(SampleRecord.of, self.phase.source.consumed), step)
+        score = None
+        if self.heldout is not None and (last or _due(step, self.recipe.trainer.eval_every)):
+            score = (await self._evaluate(step)).pass_at_1
+        if last or _due(step, self.snapshot_every):
+            await self._snapshot(step, score)
+
+    # ------------------------------------------------------------------------------------------ resume
+
+    async def _snapshot(self, step: int, score: float | None) -> None:
+        state: dict[str, Json] = {
+            "source": self.phase.source.state(),
+            "trackers": self.trackers.state(),
+            "samples": self.samples.state(),
+            "before": dict(self.before),
+            "spent_s": self._wall_s(),
+        }
+        await self.store.write(step, {"train": self.phase.train.save, "queue": self.phase.queue.save}, state, score=score)
+        await self.phase.queue.commit(str(step))
+
+    async def _restore(self) -> None:
+        snapshot = self.store.latest()
+        if snapshot is None:
+            self.trackers.restore({})
+            self.samples.restore({})
+            return
+        for warning in snapshot.warnings:
+            self.console.print(f"warning: {warning}", style="yellow", markup=False)
+        state = cast("Mapping[str, Mapping[str, Json]]", snapshot.state)
+        self.phase.train.load(snapshot.part("train"))
+        await self.phase.queue.restore(str(snapshot.step), snapshot.part("queue"))
+        self.phase.source.restore(state["source"])
+        self.trackers.restore(state["trackers"])
+        self.samples.restore(state["samples"])
+        self.before = cast("Mapping[str, float]", state["before"])
+        self.spent_s = cast("float", snapshot.state["spent_s"])
+        self.console.print(f"{self.phase.name}: resuming from {snapshot.path}", markup=False)
+
+    def _wall_s(self) -> float:
+        return self.spent_s + time.monotonic() - self.began_s
+
+    # -------------------------------------------------------------------------------------- evaluation
+
+    async def _evaluate(self, step: int) -> EvalResult:
+        assert self.heldout is not None
+        assert self.rollout is not None
+        self.last = await _evaluated(self.recipe, self.rollout, self.heldout)
+        self.trackers.log(self.last.metrics(), step)
+        return self.last
+
+    def summary(self) -> Summary:
+        after = _rates(self.last) if self.last is not None else {}
+        facts: dict[str, Json] = {"seed": self.recipe.seed, "weights": wire_hash(self.phase.train.weight_shards())}
+        return Summary(self.before, after, self.phase.steps, self._wall_s(), facts)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+async def _evaluated(recipe: Recipe, rollout: Rollout, heldout: Dataset) -> EvalResult:
+    reward, seed = rollout.eval_reward, recipe.seed
+    return await evaluate(heldout, rollout.agent, reward, rollout.make_llm, recipe.sampling, recipe.evaluation, seed=seed)
+
+
+def _rates(result: EvalResult) -> dict[str, float]:
+    rates = {"pass@1": result.pass_at_1, **{f"pass@{k}": value for k, value in result.pass_at.items()}}
+    if result.greedy is not None:
+        rates["greedy"] = result.greedy
+    return {**rates, "n": result.n, "failed": result.failed}
+
+
+# ------------------------------------------------------------------------------------------------------ the end
+
+
+def _finish(recipe: Recipe, model: Model, main: _PhaseRun, directory: Path, console: Console) -> None:
+    """final/, summary.json, the curve and the report."""
+    final = directory / "final"
+    _save_whole(model, final)
+    summary = main.summary()
+    write_summary(directory / "summary.json", summary)
+    places = {"model": final, "metrics": directory / "metrics.jsonl", "samples": directory / "samples.jsonl"}
+    next_command = shlex.join(["tandem", "eval", str(directory)])
+    if main.last is None:
+        console.print(_UNTOLD)
+        for what, where in places.items():
+            console.print(f"{what:<16} {where}", markup=False)
+        return
+    metrics = directory / "metrics.jsonl"
+    curve = LearningCurve(
+        f"{recipe.run.name}: {main.phase.algorithm.name}, seed {recipe.seed}",
+        read_series(metrics, "reward/mean"),
+        read_series(metrics, "eval/pass@1"),
+        before=summary.eval_before["pass@1"],
+        after=summary.eval_after["pass@1"],
+    )
+    draw_png(curve, directory / "curve.png")
+    samples = [SampleRecord.of(episode) for episode in main.last.episodes[:3]]
+    final_report(console, summary, curve, samples, {**places, "curve": directory / "curve.png"}, next_command)
+
+
+def _save_whole(model: Model, final: Path) -> None:
+    """The directory is whole or as it was."""
+    partial = final.with_name("final.partial")
+    with attempt(f"write {final}", final.parent):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        model.save(partial)
+        crash_point("final.before_rename")
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+
+
+async def _measure(recipe: Recipe, console: Console) -> None:
+    heldout = _heldout(recipe)
+    if heldout is None:
+        raise ConfigError("there is nothing to evaluate on: give data.heldout a task or a path")
+    model = build_model(recipe)
+    console.print(_describe(model), markup=False, highlight=False)
+    async with open_rollout(recipe, model) as rollout:
+        result = await _evaluated(recipe, rollout, heldout)
+    for name, value in _rates(result).items():
+        console.print(f"{name:<10} {value:.3f}" if isinstance(value, float) else f"{name:<10} {value}")
+    for episode in result.episodes[:3]:
+        console.print(shown(SampleRecord.of(episode)), soft_wrap=True)
+
+
+async def _dry_run(recipe: Recipe, console: Console) -> None:
+    """Builds everything, prints the plan, and stops before the first step."""
+    model = build_model(recipe)
+    console.print(_describe(model), markup=False, highlight=False)
+    async with AsyncExitStack() as stack:
+        rollout = None if supervised(recipe) else await stack.enter_async_context(open_rollout(recipe, model))
+        _heldout(recipe)
+        phases = [main_phase(recipe, model, rollout)]
+        if recipe.warmup is not None:
+            phases.insert(0, warmup_phase(recipe, model))
+        for phase in phases:
+            console.print(f"{phase.name:<8} {phase.steps} steps of {phase.algorithm.name}: {phase.plan} -> update", markup=False)
+    for name, size in _memory(recipe, model).items():
+        console.print(f"memory   {name:<24} {size / 2**20:10,.1f} MiB", highlight=False)
+    console.print(
+        f"place    everything in this process, on the CPU, {recipe.run.threads} thread(s); rewards in processes of their own"
+    )
+
+
+def _memory(recipe: Recipe, model: Model) -> dict[str, int]:
+    """Bytes of what lasts from step to step; activations of one micro-batch come on top."""
+    config, weights = model.decoder.config, sum(p.numel() for p in model.decoder.parameters()) * 4
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.decoder.dtype.itemsize
+    return {
+        "weights": weights,
+        "gradients": weights,
+        "AdamW moments": 2 * weights,
+        "rollout KV cache": cache * recipe.engine.slots * recipe.engine.max_context,
+    }

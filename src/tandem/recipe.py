@@ -1,0 +1,207 @@
+"""The sections of a recipe: what a user may write in one file.
+
+Each component's section is the config that stands beside its class; the sections here say which components there are
+and what passes between them. Nothing is built here: `assemble` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from tandem.checkpoint.snapshots import SnapshotConfig
+from tandem.config import Resolved, load
+from tandem.data.builtin import NoiseConfig
+from tandem.queue.memory import MemoryQueueConfig
+from tandem.rewards.workers import RewardConfig
+from tandem.rollout.native import NativeConfig
+from tandem.train.config import TrainConfig
+from tandem.trainer.evaluate import EvaluationConfig
+from tandem.trainer.learner import LearnerConfig
+from tandem.trainer.schedule import Mode
+from tandem.trainer.source import RolloutConfig
+from tandem.types import Json, SamplingParams
+
+Log = Literal["console", "tensorboard"]
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """name: the run is in runs/NAME. dir: in exactly this directory instead. device: cpu; threads: of torch in this process."""
+
+    name: str = "run"
+    dir: Path | None = None
+    device: str = "cpu"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if not self.name or Path(self.name).name != self.name:
+            raise ValueError(f"name={self.name!r} must be one plain directory name; use dir for a path")
+
+    @property
+    def directory(self) -> Path:
+        return self.dir if self.dir is not None else Path("runs") / self.name
+
+
+@dataclass(frozen=True)
+class ShapeSection:
+    """A new decoder with random weights. The vocabulary is the tokenizer's; head_dim 0 is hidden_size / num_heads."""
+
+    hidden_size: int = 64
+    intermediate_size: int = 176
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 1
+    head_dim: int = 0
+    max_positions: int = 256
+    rope_theta: float = 10_000.0
+    tie_embeddings: bool = True
+    attention_bias: bool = False
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Either path, a Hugging Face directory with model and tokenizer, or new, a shape to begin from scratch with.
+
+    tokenizer: directory of another tokenizer; a new model without one gets one token a character of its built-in task.
+    template: file with a chat template (Jinja) in place of the tokenizer's. dtype: of products; weights are float32.
+    """
+
+    path: Path | None = None
+    new: ShapeSection | None = None
+    tokenizer: Path | None = None
+    template: Path | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.new is None):
+            raise ValueError("give one of path (a Hugging Face directory) and new (a shape to begin from scratch with)")
+
+
+@dataclass(frozen=True)
+class DatasetSection:
+    """Either task, a built-in one, of which `size` different problems are taken; or path, a .jsonl or .parquet file.
+
+    columns: {ours: theirs} where a file uses other names. demonstrations: solved, failed and refused problems of the
+    task instead of open ones, for supervised training.
+    """
+
+    task: str | None = None
+    path: Path | None = None
+    size: int = 1024
+    columns: dict[str, str] = field(default_factory=dict[str, str])
+    demonstrations: NoiseConfig | None = None
+
+    def __post_init__(self) -> None:
+        if (self.task is None) == (self.path is None):
+            raise ValueError("give one of task (a built-in one) and path (a .jsonl or .parquet file)")
+        if self.path is not None and self.demonstrations is not None:
+            raise ValueError("demonstrations are made for a built-in task; a file holds its own as messages")
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """train: what the policy is trained on. heldout: what it is measured on, before, during and after; optional."""
+
+    train: DatasetSection
+    heldout: DatasetSection | None = None
+
+
+@dataclass(frozen=True)
+class AgentSection:
+    """name: single_turn, env, or the path of your own AgentLoop. env: calculator, or the path of your own Env.
+    max_turns: assistant turns of an episode in an environment.
+    """
+
+    SHORTHAND: ClassVar[str] = "name"
+
+    name: str = "single_turn"
+    env: str | None = None
+    max_turns: int = 4
+
+    def __post_init__(self) -> None:
+        if (self.name == "env") != (self.env is not None):
+            raise ValueError(f"name={self.name} and env={self.env}: an environment goes with name=env, and only with it")
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns must be at least 1, got {self.max_turns}")
+
+
+@dataclass(frozen=True)
+class AlgorithmSection:
+    """name: a row of the algorithm table, or the path of your own. Any other key is a parameter of that row."""
+
+    SHORTHAND: ClassVar[str] = "name"
+    EXTRA: ClassVar[str] = "params"
+
+    name: str = "grpo"
+    params: dict[str, Json] = field(default_factory=dict[str, Json])
+
+
+@dataclass(frozen=True)
+class TrainerSection:
+    """steps: updates of the policy's version. eval_every, snapshot_every: in steps; 0 is only at the end."""
+
+    steps: int = 100
+    mode: Mode = "sync"
+    staleness: int | None = None
+    eval_every: int = 0
+    snapshot_every: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("eval_every", 0), ("snapshot_every", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class WarmupSection:
+    """Supervised fine-tuning before the main phase: the same loop with a dataset as its source."""
+
+    data: DatasetSection
+    steps: int = 100
+    rows_per_step: int = 64
+    snapshot_every: int = 0
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("rows_per_step", 1), ("snapshot_every", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole run. seed: everything random follows from it. logs: where metrics go besides metrics.jsonl."""
+
+    model: ModelSection
+    data: DataSection
+    seed: int = 0
+    run: RunSection = field(default_factory=RunSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    agent: AgentSection = field(default_factory=AgentSection)
+    reward: RewardConfig | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: NativeConfig = field(default_factory=NativeConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    trainer: TrainerSection = field(default_factory=TrainerSection)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    warmup: WarmupSection | None = None
+    queue: MemoryQueueConfig = field(default_factory=MemoryQueueConfig)
+    snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
+    logs: tuple[Log, ...] = ("console", "tensorboard")
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+
+def load_recipe(path: Path, overrides: Sequence[str]) -> Resolved[Recipe]:
+    """Raises ConfigError with every problem of the file and the overrides."""
+    return load(path, overrides, Recipe)
