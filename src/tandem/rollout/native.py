@@ -11,7 +11,7 @@ Running requests sit in slots 0 to n - 1 without gaps, so a step costs what its 
 The decoder, its heads and its numerics come from models/, so logprobs equal the trainer's bit for bit where the
 start-up probe says so. It does not page its cache, and it runs on the CPU.
 
-Legend: n live rows, V vocabulary.
+Legend: n live rows.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class NativeEngine(SteppingEngine):
     def _step(self) -> None:
         new = self._seat()
         if self._cache is None:
-            self._cache = KVCache(self._decoder.config, self.config.slots, self.config.max_context, self._decoder.dtype)
+            self._cache = KVCache(self._decoder.config, self.config.slots, self.config.max_context)
             new = list(range(len(self._seats)))
         self._fill(self._cache, new)
         rows = self._table[: len(self._seats)]

@@ -1,0 +1,213 @@
+"""Law 5: with the native engine, rollout logprobs equal the trainer's bit for bit, so that on policy the ratio is exactly 1.
+
+Rows join and leave in the middle of a batch, share prompts, have their own temperatures; the trainer reads them in one
+batch, in two, and one by one. Equal means torch.equal, with no tolerance, wherever the start-up probe says "exact".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.models import heads as output_heads
+from tandem.models import numerics
+from tandem.models.decoder import Decoder, KVCache
+from tandem.models.probe import probe
+from tandem.ports import WeightShard, WeightSource
+from tandem.rollout.native import NativeConfig, NativeEngine
+from tandem.types import GenerateRequest, PolicyRef
+from tests.laws.breaking import Breaker
+from tests.rollout.tiny import Answer, answer, decoder, engine, request, run, trainer_logprobs
+
+HEADS = [(4, 4), (4, 1), (6, 2), (9, 3)]
+TEMPERATURES = (0.5, 1.0, 2.0)
+Pairs = Sequence[tuple[GenerateRequest, Answer]]
+
+
+@contextmanager
+def threads(num: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def ragged(num: int, longest_prompt: int, longest_answer: int, seed: int) -> list[GenerateRequest]:
+    """Pairs with one prompt; prompts and answers of 1 token and more; temperatures in turn."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    prompts = [[draw(0, 60) for _ in range(draw(1, longest_prompt))] for _ in range(-(-num // 2))]
+    return [
+        request(
+            i // 2,
+            prompts[i // 2],
+            member=i % 2,
+            temperature=TEMPERATURES[i % 3],
+            max_tokens=draw(1, longest_answer),
+            stop_ids=(7,),
+        )
+        for i in range(num)
+    ]
+
+
+def assert_equal(model: Decoder, pairs: Pairs) -> None:
+    """In one training batch, in two that mix lengths otherwise, and one by one."""
+    for parts in ([pairs], [pairs[::2], pairs[1::2]], [[pair] for pair in pairs]):
+        for part in parts:
+            for (asked, got), want in zip(part, trainer_logprobs(model, part), strict=True):
+                assert torch.equal(torch.tensor(got.logprobs), want), f"{asked.key} at temperature {asked.params.temperature}"
+
+
+def check(heads: tuple[int, int] = (4, 1), num_threads: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    """Fourteen ragged requests through five slots: refill and compaction at almost every step."""
+    with threads(num_threads):
+        model = decoder(*heads, width=8 * heads[0], dtype=dtype)
+        asked = ragged(14, 12, 40, seed=heads[0])
+        rollout = engine(model, slots=5)
+        pairs = list(zip(asked, run(rollout, asked), strict=True))
+        assert 1 < rollout.metrics()["live_rows"].value < 5
+        assert_equal(model, pairs)
+
+
+def check_long() -> None:
+    """A row of 700 tokens beside short ones that come and go: windows of several tiles."""
+    model = decoder(4, 1)
+    prompt = [(7 * i) % 61 for i in range(560)]
+    asked = [request(90, prompt, max_tokens=140), request(91, prompt[:300], max_tokens=20), *ragged(6, 150, 20, seed=1)]
+    pairs = list(zip(asked, run(engine(model, slots=3, max_context=700), asked), strict=True))
+    assert len(pairs[0][0].tokens) + len(pairs[0][1].tokens) == 700
+    assert_equal(model, pairs)
+
+
+def check_new_weights() -> None:
+    """Tokens sampled after a publish in the middle of their row are on policy for the new weights: nothing stale is read."""
+    model, new = decoder(), decoder(seed=1)
+
+    class Source:
+        shared = False
+
+        def shards(self) -> Iterator[WeightShard]:
+            for name, tensor in new.named_parameters():
+                yield WeightShard(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
+
+    async def scene(got: Answer) -> None:
+        rollout = engine(model)
+        task = asyncio.create_task(answer(rollout, asked, got))
+        for _ in range(15):
+            await asyncio.sleep(0)
+        await rollout.load_weights(Source(), PolicyRef(version=1))
+        await task
+
+    asked, got = request(0, (1, 2, 3, 4), max_tokens=40), Answer([], [], [])
+    asyncio.run(scene(got))
+    old = got.policies.count(PolicyRef())
+    assert 0 < old < 40
+    (before,), (after,) = trainer_logprobs(decoder(), [(asked, got)]), trainer_logprobs(new, [(asked, got)])
+    assert torch.equal(torch.tensor(got.logprobs), torch.cat([before[:old], after[old:]]))
+
+
+def check_temperature() -> None:
+    """Both sides mean the softmax of logits / temperature: against plain torch, without any of the shared code's heads."""
+    model = decoder()
+    asked = [request(i, (1, 2, 3), temperature=temperature, max_tokens=20) for i, temperature in enumerate(TEMPERATURES)]
+    for one, got in zip(asked, run(engine(model), asked), strict=True):
+        hidden = model.prefill(torch.tensor([[*one.tokens, *got.tokens]]))[0, len(one.tokens) - 1 : -1]
+        logits = hidden.detach() @ model.output_weight.detach().T
+        want = (logits / one.params.temperature).log_softmax(-1).gather(1, torch.tensor(got.tokens)[:, None])[:, 0]
+        assert (torch.tensor(got.logprobs) - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("heads", HEADS)
+def test_rollout_logprobs_are_the_trainers(heads: tuple[int, int], num_threads: int) -> None:
+    check(heads, num_threads)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("heads", HEADS)
+def test_bfloat16_is_exact_where_the_probe_says_so(heads: tuple[int, int], num_threads: int) -> None:
+    """Elsewhere the probe states the gap, and an engine that is told so does not call itself exact."""
+    with threads(num_threads):
+        model = decoder(*heads, width=8 * heads[0], dtype=torch.bfloat16)
+        probed = probe(model.config, model.dtype)
+        assert probed.dtype == torch.bfloat16
+        if probed.exact:
+            check(heads, num_threads, torch.bfloat16)
+        else:
+            assert probed.gap > 0
+            assert probed.note
+            assert "exact" not in NativeEngine(model, str, NativeConfig(), exact=probed.exact).capabilities
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_probe_finds_float32_exact(num_threads: int) -> None:
+    with threads(num_threads):
+        configs = [decoder(*heads, width=8 * heads[0]).config for heads in HEADS]
+        assert [probe(config, torch.float32).exact for config in configs] == [True] * len(HEADS)
+
+
+def test_in_a_row_of_700_tokens() -> None:
+    check_long()
+
+
+def test_on_policy_after_new_weights() -> None:
+    check_new_weights()
+
+
+def test_the_temperature_is_the_requests() -> None:
+    check_temperature()
+
+
+# ---------------------------------------------------------------------------------------------------- breakers
+
+
+def _unpadded_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What a small batch gets without padding: the kernel for a single row."""
+    return torch.cat([F.linear(row[None], weight, bias) for row in x]) if len(x) <= numerics.ROWS else F.linear(x, weight, bias)
+
+
+def _untiled_values(p: Tensor, v: Tensor) -> Tensor:
+    return torch.bmm(p, v)
+
+
+def _trainer_without_temperature(decoder: Decoder, hidden: Tensor, targets: Tensor, temperature: Tensor, **named: Any) -> Any:
+    return _TOKEN_LOGPROBS(decoder, hidden, targets, torch.ones_like(temperature), **named)
+
+
+def _nobody_has_temperature(temperature: Tensor) -> Tensor:
+    return torch.ones_like(temperature)
+
+
+def _rows_move_without_their_cache(self: KVCache, source: Tensor, target: Tensor, length: int) -> None:
+    pass
+
+
+async def _stale_cache(self: NativeEngine, source: WeightSource, policy: PolicyRef) -> None:
+    cache = self._cache
+    await _LOAD_WEIGHTS(self, source, policy)
+    self._cache = cache
+
+
+_TOKEN_LOGPROBS = output_heads.token_logprobs
+_LOAD_WEIGHTS = NativeEngine.load_weights
+
+BREAKERS = [
+    Breaker(5, "linear-without-row-padding", "tandem.models.numerics:linear", _unpadded_linear, check),
+    Breaker(5, "untiled-pv", "tandem.models.numerics:attention_values", _untiled_values, check_long),
+    Breaker(5, "trainer-ignores-temperature", "tandem.models.heads:token_logprobs", _trainer_without_temperature, check),
+    Breaker(5, "nobody-has-temperature", "tandem.models.heads:_divisor", _nobody_has_temperature, check_temperature),
+    Breaker(5, "rows-move-without-cache", "tandem.models.decoder:KVCache.copy", _rows_move_without_their_cache, check),
+    Breaker(5, "stale-cache", "tandem.rollout.native:NativeEngine.load_weights", _stale_cache, check_new_weights),
+]
