@@ -14,7 +14,7 @@ numerics.ROWS), D width, H heads, K key-value heads, G = H / K, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,24 +63,6 @@ class DecoderConfig:
         for name in ("rope_theta", "rms_eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-
-
-class KVCache:
-    """Keys and values of `slots` rows of up to `capacity` tokens: position p of a row is column p of its slot.
-
-    dtype: float32 is the fastest; the decoder's compute dtype holds the same values, since it is what they are rounded to.
-    """
-
-    def __init__(self, config: DecoderConfig, slots: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
-        self.slots, self.capacity = slots, capacity
-        shape = (config.num_layers, slots, config.num_kv_heads, padded(capacity, KEYS), config.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype)
-        self.values = torch.zeros(shape, dtype=dtype)
-
-    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copies the first `length` positions of slots `source` [n] int64 to slots `target` [n] int64."""
-        for tensor in (self.keys, self.values):
-            tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
 
 # ------------------------------------------------------------------------- parameters, by their Hugging Face names
@@ -135,8 +117,11 @@ class _Model(nn.Module):
         self.norm = _Norm(c.hidden_size)
 
 
-class _Linear(NamedTuple):
-    """A projection's weights in the compute dtype."""
+# ---------------------------------------------------------------------------------- what a forward computes with
+
+
+class Linear(NamedTuple):
+    """A projection in the compute dtype."""
 
     weight: Tensor
     bias: Tensor | None
@@ -145,20 +130,41 @@ class _Linear(NamedTuple):
         return numerics.linear(x, self.weight, self.bias)
 
 
-class _Weights(NamedTuple):
-    """What one layer computes with: projections in the compute dtype, norms in float32."""
+class LayerWeights(NamedTuple):
+    """One layer: projections in the compute dtype, norms in float32."""
 
     attention_norm: Tensor
-    q: _Linear
-    k: _Linear
-    v: _Linear
-    o: _Linear
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     mlp_norm: Tensor
-    gate: _Linear
-    up: _Linear
-    down: _Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+class KVCache:
+    """Keys and values of `slots` rows of up to `capacity` tokens: position p of a row is column p of its slot.
+
+    It belongs to the weights that fill it, whose copies in the compute dtype it keeps too: when weights change, make a new
+    one. dtype: float32 is the fastest; the decoder's compute dtype holds the same values, since they are rounded to it.
+    """
+
+    def __init__(self, config: DecoderConfig, slots: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
+        self.slots, self.capacity = slots, capacity
+        shape = (config.num_layers, slots, config.num_kv_heads, padded(capacity, KEYS), config.head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype)
+        self.values = torch.zeros(shape, dtype=dtype)
+        self.layers: list[LayerWeights] | None = None
+        self.output: Tensor | None = None
+
+    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copies the first `length` positions of slots `source` [n] int64 to slots `target` [n] int64."""
+        for tensor in (self.keys, self.values):
+            tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
 
 # ------------------------------------------------------------------------------------------------------ the model
@@ -179,16 +185,15 @@ class Decoder(nn.Module):
         self.model = _Model(config)
         self.lm_head = None if config.tie_embeddings else _Projection(config.hidden_size, config.vocab_size, False)
         exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        angles = (torch.arange(config.max_positions).float()[:, None] * (1.0 / config.rope_theta**exponents)).double()
+        angles = (torch.arange(max(config.max_positions, QUERIES)).float()[:, None] * (1.0 / config.rope_theta**exponents)).double()
         cos, sin = angles.cos().float(), angles.sin().float()
         self.register_buffer("cos", torch.cat([cos, cos], 1), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], 1), persistent=False)
-        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     @property
     def output_weight(self) -> Tensor:
         """[V, D] in the compute dtype: the output layer, which is the embedding where the two are tied."""
-        return self._compute(self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
+        return (self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight).to(self.dtype)
 
     def prefill(self, tokens: Tensor, cache: KVCache | None = None, slots: Tensor | None = None) -> Tensor:
         """Hidden states [B, T, D] after the final norm of tokens [B, T] int64, causal from position 0.
@@ -217,9 +222,11 @@ class Decoder(nn.Module):
             return F.pad(out.reshape(N, -1), (0, 0, 0, M - N))
 
         positions = torch.arange(T).repeat(B)
-        hidden = self._forward(F.pad(tokens.flatten(), (0, M - N)), F.pad(positions, (0, M - N)), attend)
+        with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
+            hidden = self._forward(F.pad(tokens.flatten(), (0, M - N)), F.pad(positions, (0, M - N)), cache, attend)
         return hidden[:N].view(B, T, -1)[:, :length]
 
+    @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Hidden states [S, D] after the final norm of one token a row, where row i is in slot i of the cache.
 
@@ -244,14 +251,14 @@ class Decoder(nn.Module):
             out = numerics.attention(q[:S].view(S * K, G, d), k, v, bias)
             return F.pad(out.reshape(S, -1), (0, 0, 0, M - S))
 
-        return self._forward(F.pad(tokens, (0, M - S)), F.pad(positions, (0, M - S)), attend)[:S]
+        return self._forward(F.pad(tokens, (0, M - S)), F.pad(positions, (0, M - S)), cache, attend)[:S]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, cache: KVCache | None, attend: Attend) -> Tensor:
         """All layers and the final norm, [M, D], for tokens and positions int64 [M]."""
         c, M, eps, dtype = self.config, tokens.shape[0], self.config.rms_eps, self.dtype
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         x = F.embedding(tokens, self.model.embed_tokens.weight)
-        for index, w in enumerate(self._layers()):
+        for index, w in enumerate(self._layers(cache)):
             h = numerics.rms_norm(x, w.attention_norm, eps).to(dtype)
             q, k = w.q(h).float().view(M, c.num_heads, c.head_dim), w.k(h).float().view(M, c.num_kv_heads, c.head_dim)
             if w.q_norm is not None and w.k_norm is not None:
@@ -262,41 +269,32 @@ class Decoder(nn.Module):
             x = x + w.down(numerics.gate(w.gate(h), w.up(h)))
         return numerics.rms_norm(x, self.model.norm.weight, eps).to(dtype)
 
-    def _layers(self) -> Iterator[_Weights]:
-        def linear(projection: _Projection) -> _Linear:
-            return _Linear(self._compute(projection.weight), None if projection.bias is None else self._compute(projection.bias))
+    def _layers(self, cache: KVCache | None) -> list[LayerWeights]:
+        if cache is None:
+            return [self._layer_weights(layer) for layer in self.model.layers]
+        if cache.layers is None:
+            cache.layers = self._layers(None)
+        return cache.layers
 
-        for layer in self.model.layers:
-            assert isinstance(layer, _Layer)
-            attention, mlp = layer.self_attn, layer.mlp
-            yield _Weights(
-                attention_norm=layer.input_layernorm.weight,
-                q=linear(attention.q_proj),
-                k=linear(attention.k_proj),
-                v=linear(attention.v_proj),
-                o=linear(attention.o_proj),
-                q_norm=None if attention.q_norm is None else attention.q_norm.weight,
-                k_norm=None if attention.k_norm is None else attention.k_norm.weight,
-                mlp_norm=layer.post_attention_layernorm.weight,
-                gate=linear(mlp.gate_proj),
-                up=linear(mlp.up_proj),
-                down=linear(mlp.down_proj),
-            )
+    def _layer_weights(self, layer: nn.Module) -> LayerWeights:
+        def linear(projection: _Projection) -> Linear:
+            return Linear(projection.weight.to(self.dtype), None if projection.bias is None else projection.bias.to(self.dtype))
 
-    def _compute(self, parameter: Tensor) -> Tensor:
-        """The parameter in the compute dtype.
-
-        Without gradients a copy is kept until the parameter's version counter moves. Every in-place write of torch moves
-        it, an optimiser's too; a write through `.data` or numpy does not, and would go unseen.
-        """
-        if parameter.dtype == self.dtype or torch.is_grad_enabled():
-            return parameter.to(self.dtype)
-        version = parameter._version  # pyright: ignore[reportPrivateUsage]
-        source, seen, copy = self._copies.get(id(parameter), (None, 0, parameter))
-        if source is not parameter or seen != version:
-            copy = parameter.to(self.dtype)
-            self._copies[id(parameter)] = (parameter, version, copy)
-        return copy
+        assert isinstance(layer, _Layer)
+        attention, mlp = layer.self_attn, layer.mlp
+        return LayerWeights(
+            attention_norm=layer.input_layernorm.weight,
+            q=linear(attention.q_proj),
+            k=linear(attention.k_proj),
+            v=linear(attention.v_proj),
+            o=linear(attention.o_proj),
+            q_norm=None if attention.q_norm is None else attention.q_norm.weight,
+            k_norm=None if attention.k_norm is None else attention.k_norm.weight,
+            mlp_norm=layer.post_attention_layernorm.weight,
+            gate=linear(mlp.gate_proj),
+            up=linear(mlp.up_proj),
+            down=linear(mlp.down_proj),
+        )
 
     def _check(self, rows: int, length: int, cache: KVCache | None) -> None:
         if length > self.config.max_positions:

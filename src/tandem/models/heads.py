@@ -17,15 +17,23 @@ from torch import Tensor
 
 from tandem.errors import ColumnError
 from tandem.models import numerics
-from tandem.models.decoder import Decoder
+from tandem.models.decoder import Decoder, KVCache
 from tandem.models.numerics import ROWS, padded
 
 CHUNK_LOGITS = 1 << 24  # logits held at a time by default: 64 MiB
 
 
-def next_logprobs(decoder: Decoder, hidden: Tensor, temperature: Tensor) -> Tensor:
-    """Log-softmax of logits / temperature: float32 [M, V], for hidden [M, D] and temperature [M] (0 counts as 1)."""
-    return _logprobs(_pad_rows(hidden), decoder.output_weight, _divisor(temperature))[: hidden.shape[0]]
+def next_logprobs(decoder: Decoder, hidden: Tensor, temperature: Tensor, cache: KVCache | None = None) -> Tensor:
+    """Log-softmax of logits / temperature: float32 [M, V], for hidden [M, D] and temperature [M] (0 counts as 1).
+
+    cache: the one that `hidden` was decoded with; it keeps the output layer in the compute dtype for the next call.
+    """
+    weight = None if cache is None else cache.output
+    if weight is None:
+        weight = decoder.output_weight
+        if cache is not None:
+            cache.output = weight.detach()
+    return _logprobs(_pad_rows(hidden), weight, _divisor(temperature))[: hidden.shape[0]]
 
 
 def token_logprobs(

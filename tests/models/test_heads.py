@@ -1,0 +1,114 @@
+"""The chunked output layer against whole softmaxes: values, gradients, entropy, bits; and what row_logprobs refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.errors import ColumnError
+from tandem.models import heads
+from tandem.models.decoder import Decoder
+from tandem.models.heads import next_logprobs, row_logprobs, token_logprobs
+from tests.models.tiny import config, loud, tokens
+
+M = 70
+
+
+def inputs(decoder: Decoder) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, targets and temperatures of M rows."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(M, decoder.config.hidden_size, generator=generator).to(decoder.dtype).requires_grad_()
+    return hidden, tokens(1, M)[0], torch.tensor([0.5, 1.0, 2.0, 0.0, 1.0])[torch.arange(M) % 5]
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies from one whole float64 softmax."""
+    logits = hidden @ weight.T / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    logprobs = logits.log_softmax(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunk_rows", [None, 1, 32])
+def test_values_and_gradients_are_those_of_a_whole_softmax(chunk_rows: int | None, tied: bool) -> None:
+    decoder = loud(config(tie_embeddings=tied))
+    hidden, targets, temperature = inputs(decoder)
+    logprobs, entropy = token_logprobs(decoder, hidden, targets, temperature, chunk_rows=chunk_rows, with_entropy=True)
+    assert entropy is not None
+    hidden64, weight64 = (tensor.detach().double().requires_grad_() for tensor in (hidden, decoder.output_weight))
+    want = reference(hidden64, weight64, targets, temperature)
+    torch.testing.assert_close((logprobs.double(), entropy.double()), want, rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-1, 1, M)
+    (logprobs @ weights + entropy @ weights.flip(0)).backward()
+    (want[0] @ weights.double() + want[1] @ weights.flip(0).double()).backward()
+    for got, plain in ((hidden.grad, hidden64.grad), (decoder.output_weight.grad, weight64.grad)):
+        assert got is not None
+        assert plain is not None
+        assert (got - plain).norm() / plain.norm() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_are_those_of_next_logprobs_in_any_chunk(dtype: torch.dtype) -> None:
+    decoder = loud(config(), dtype)
+    hidden, targets, temperature = inputs(decoder)
+    want = next_logprobs(decoder, hidden, temperature).gather(1, targets[:, None])[:, 0]
+    for chunk_rows in (None, 16, 48):
+        for with_entropy in (False, True):
+            got, _ = token_logprobs(decoder, hidden, targets, temperature, chunk_rows=chunk_rows, with_entropy=with_entropy)
+            assert torch.equal(got, want)
+    alone = torch.cat([next_logprobs(decoder, hidden[i : i + 1], temperature[i : i + 1]) for i in range(M)])
+    assert torch.equal(alone, next_logprobs(decoder, hidden, temperature))
+    part, _ = token_logprobs(decoder, hidden[5:22], targets[5:22], temperature[5:22])
+    assert torch.equal(part, want[5:22])
+
+
+def test_logits_never_exist_for_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = loud(config())
+    hidden, targets, temperature = inputs(decoder)
+    rows: list[int] = []
+    whole = heads._logprobs
+    monkeypatch.setattr(heads, "_logprobs", lambda h, w, d: rows.append(len(h)) or whole(h, w, d))
+    monkeypatch.setattr(heads, "CHUNK_LOGITS", 40 * decoder.config.vocab_size)
+    token_logprobs(decoder, hidden, targets, temperature)[0].sum().backward()
+    assert rows == [48, 32, 48, 32]  # forward and backward; 40 rows of logits round up to 48, 70 rows to 80
+
+
+def test_a_frozen_output_layer_gets_no_gradient() -> None:
+    decoder = loud(config())
+    decoder.requires_grad_(False)
+    hidden, targets, temperature = inputs(decoder)
+    token_logprobs(decoder, hidden, targets, temperature)[0].sum().backward()
+    assert hidden.grad is not None
+    assert decoder.output_weight.grad is None
+
+
+def test_bfloat16_gradients_reach_the_float32_masters() -> None:
+    decoder = loud(config(), torch.bfloat16)
+    lengths, mask = torch.tensor([9, 9]), torch.ones(2, 9, dtype=torch.bool)
+    mask[:, 0] = False
+    row_logprobs(decoder, tokens(2, 9), lengths, mask, torch.ones(2))[0].sum().backward()
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_no_masked_position_gives_zeros_that_can_be_differentiated() -> None:
+    decoder = loud(config())
+    for width in (1, 6):
+        logprobs, entropy = row_logprobs(
+            decoder, tokens(2, width), torch.tensor([width, 1]), torch.zeros(2, width, dtype=torch.bool), torch.ones(2), True
+        )
+        assert entropy is not None
+        assert not logprobs.any()
+        (logprobs.sum() + entropy.sum()).backward()
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in decoder.parameters())
+
+
+@pytest.mark.parametrize(("row", "position"), [(0, 0), (1, 4)])
+def test_a_mask_where_nothing_is_predicted_is_refused(row: int, position: int) -> None:
+    mask = torch.zeros(2, 6, dtype=torch.bool)
+    mask[row, position] = True
+    with pytest.raises(ColumnError, match=f"row {row} has its mask true at position {position}"):
+        row_logprobs(loud(config()), tokens(2, 6), torch.tensor([6, 4]), mask, torch.ones(2))
