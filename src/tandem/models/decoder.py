@@ -112,7 +112,7 @@ class _Layer(nn.Module):
 class _Model(nn.Module):
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens = _Projection(c.hidden_size, c.vocab_size, False)
         self.layers = nn.ModuleList(_Layer(c) for _ in range(c.num_layers))
         self.norm = _Norm(c.hidden_size)
 
