@@ -167,8 +167,9 @@ class _PhaseRun:
             if not self.before and self.heldout is not None:
                 self.before = _rates(await self._evaluate(0))
             await loop.train(phase.source, phase.plan, phase.learner, phase.checkpoint, self.trackers, self, steps=phase.steps)
-            if self.heldout is not None and self.last is None:
-                await self._evaluate(phase.steps)
+            if self.heldout is not None and self.last is None:  # resumed after the last step, whose metrics are logged
+                assert self.rollout is not None
+                self.last = await _evaluated(self.recipe, self.rollout, self.heldout)
 
     async def after_step(self, policy: PolicyRef, metrics: Metrics) -> None:
         del metrics  # they are logged already

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandem.errors import EngineError
+from tandem.faults import crash_point
 from tandem.ports import Place, WeightSource
 from tandem.types import Chunk, GenerateRequest, Key, Metric, Metrics, PolicyRef, Stop
 
@@ -199,6 +200,7 @@ class SteppingEngine(ABC):
 
     async def _run(self) -> None:
         while self._ready():
+            crash_point("rollout.step")
             self._step()
             await asyncio.sleep(0)
 

@@ -28,6 +28,7 @@ from tandem.algos.terms import LossInputs, TokenLoss, keep
 from tandem.data_proto import DataProto
 from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
+from tandem.faults import crash_point
 from tandem.models.decoder import Decoder
 from tandem.models.heads import row_logprobs
 from tandem.ports import Place, WeightLayout, WeightShard, WeightSpec
@@ -212,6 +213,7 @@ class TorchEngine:
             path.mkdir(parents=True, exist_ok=True)
             try:
                 safetensors.torch.save_file(weights, path / _MODEL)
+                crash_point("train.in_save")
                 safetensors.torch.save_file(state, path / _OPTIMIZER)
             except SafetensorError as error:  # how its writer reports an OSError
                 raise OSError(str(error)) from error

@@ -58,7 +58,9 @@ class PolicyWorker:
         rows = await self._queue.get(batch.keys, self._algorithm.needs | _PASS | {"loss_weights"})
         metrics, _ = self.engine.forward_backward(rows, self._loss)
         crash_point("update.before_step")
-        return metrics + self.engine.step()
+        metrics += self.engine.step()
+        crash_point("update.after_step")
+        return metrics
 
 
 def mismatch(sampled_N: Tensor, trained_N: Tensor, mask_N: Tensor) -> Metrics:

@@ -1,0 +1,72 @@
+"""Law 10 in whole runs: N steps equal k steps, a new process's worth of objects, and N - k steps more, bit for bit.
+
+tests/e2e/test_crash.py does the same with SIGKILL at every crash point; here the breakers are.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from tandem.train.torch_engine import TorchEngine
+from tandem.trainer.intake import Intake
+from tests.e2e.runs import outcome, tandem, write_recipe
+from tests.laws.breaking import Breaker
+
+
+def check_resumed_run_equals_straight_run() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        recipe = str(write_recipe(directory))
+        straight, stopped = directory / "straight", directory / "stopped"
+        assert tandem("train", recipe, f"run.dir={straight}") == 0
+        assert tandem("train", recipe, f"run.dir={stopped}", "trainer.steps=2") == 0
+        assert tandem("train", recipe, f"run.dir={stopped}", "--resume") == 0
+        assert outcome(stopped) == outcome(straight)
+
+
+def check_each_sample_is_trained_on_once() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        arguments = ("train", str(write_recipe(directory)), f"run.dir={directory / 'run'}")
+        assert tandem(*arguments, "trainer.steps=2") == 0
+        assert tandem(*arguments, "--resume") == 0
+        keys = [json.loads(line)["key"] for line in (directory / "run" / "samples.jsonl").read_text().splitlines()]
+        assert len(keys) == len(set(keys)) == 32
+
+
+def test_resumed_run_equals_straight_run() -> None:
+    check_resumed_run_equals_straight_run()
+
+
+def test_each_sample_is_trained_on_once() -> None:
+    check_each_sample_is_trained_on_once()
+
+
+def _forgets_the_optimizer(self: TorchEngine, path: Path) -> None:
+    moments = {parameter: dict(state) for parameter, state in self._optimizer.state.items()}
+    _load(self, path)
+    self._optimizer.state.clear()
+    self._optimizer.state.update(moments)
+
+
+def _begins_again(self: Intake, state: dict[str, object]) -> None:
+    _restore(self, state)  # type: ignore[arg-type]
+    self._next = 0
+
+
+_load, _restore = TorchEngine.load, Intake.restore
+
+BREAKERS = [
+    Breaker(
+        10,
+        "optimizer-state-forgotten",
+        "tandem.train.torch_engine:TorchEngine.load",
+        _forgets_the_optimizer,
+        check_resumed_run_equals_straight_run,
+    ),
+    Breaker(
+        10, "data-position-forgotten", "tandem.trainer.intake:Intake.restore", _begins_again, check_each_sample_is_trained_on_once
+    ),
+]
