@@ -3,8 +3,8 @@
 The rules in numerics.py were found by experiment, and kernels differ between processors, library versions and thread
 counts. So a run asks before it promises: the probe scores rows as training does, then again in other company and token
 by token as generation does, and says which law the run is under. It is a sample of shapes, not a proof. It uses a model
-of the run's shapes with two layers and weights of its own, large enough for every part to show in the last bit; a fresh
-or a nearly dead model would hide differences.
+of the run's shapes, cut to two layers and WORDS words, with weights of its own that are large enough for every part to
+show in the last bit: a fresh or a nearly dead model would hide differences.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tandem.models.numerics import GRAIN, KEYS, TILE
 
 TOLERANCE = 1e-5
 LENGTH = 3 * TILE + 2 * KEYS + 5  # odd, and past the 384 keys up to which kernels left alone were seen to agree
+WORDS = 8192
 COMPANY = (1, 3, 19)  # rows of a decode step
 
 
@@ -51,10 +52,12 @@ def probe(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> ProbeRes
 
     config: the run's model; dtype: its compute dtype.
     """
-    decoder = _loud_decoder(replace(config, num_layers=min(config.num_layers, 2)), dtype)
     length = min(config.max_positions, LENGTH)
     rows = max(3, 2 * GRAIN // (length * config.hidden_size) | 1)  # enough for torch to share a tensor between threads
-    tokens = torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    smaller = {"num_layers": 2, "vocab_size": WORDS, "max_positions": length}
+    shape = replace(config, **{name: min(getattr(config, name), size) for name, size in smaller.items()})
+    decoder = _loud_decoder(shape, dtype)
+    tokens = torch.randint(shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
     targets, temperatures = tokens.roll(-1, 1), torch.tensor([0.5, 1.0, 2.0])[torch.arange(rows) % 3]
     with torch.enable_grad():
         hidden = decoder.prefill(tokens)
