@@ -113,7 +113,7 @@ class NativeEngine(SteppingEngine):
         self._fill(self._cache, new)
         rows = self._table[: len(self._seats)]
         hidden = self._decoder.decode(torch.from_numpy(rows["token"]), torch.from_numpy(rows["position"]), self._cache)
-        logprobs = next_logprobs(self._decoder, hidden, torch.from_numpy(rows["temperature"]))
+        logprobs = next_logprobs(self._decoder, hidden, torch.from_numpy(rows["temperature"]), self._cache)
         draws = torch.from_numpy(uniforms(rows["base"], rows["position"] + 1))
         tokens, chosen = sample(logprobs, draws, Choices(*(torch.from_numpy(rows[name]) for name in _CHOICES)))
         self._record(rows, tokens.numpy(), chosen.numpy())
