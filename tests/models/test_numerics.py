@@ -29,7 +29,8 @@ def causal(length: int, window: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("inner", "outer"), [(16, 16), (40, 97), (64, 192), (96, 8), (384, 128), (385, 64), (576, 192), (1536, 576), (2048, 200)]
+    ("inner", "outer"),
+    [(16, 16), (40, 97), (64, 192), (96, 8), (168, 256), (384, 128), (385, 64), (576, 192), (1536, 576), (2048, 200)],
 )
 def test_a_row_of_a_product_does_not_depend_on_its_companions(inner: int, outer: int, dtype: torch.dtype) -> None:
     x, weight, bias = (
@@ -118,6 +119,21 @@ def test_a_tiled_product_and_its_gradients_are_the_plain_ones(biased: bool) -> N
     assert relative(out, want) < 1e-6
     for got, plain in zip(torch.autograd.grad(out, inputs, grad), torch.autograd.grad(want, exact, grad.double()), strict=True):
         assert relative(got, plain) < 1e-6
+
+
+def test_an_inner_dimension_is_cut_into_tiles_in_order() -> None:
+    cuts = {size: [tile.stop for tile in numerics.inner_tiles(size)] for size in (1, 31, 32, 40, 168, 384, 385, 768, 1000)}
+    assert cuts == {
+        1: [1],
+        31: [31],
+        32: [32],
+        40: [32, 40],
+        168: [160, 168],
+        384: [384],
+        385: [384, 385],
+        768: [384, 768],
+        1000: [384, 768, 992, 1000],
+    }
 
 
 def test_a_frozen_weight_gets_no_gradient() -> None:

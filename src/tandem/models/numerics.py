@@ -9,8 +9,9 @@ by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear
 
 1. The rows of a product are a multiple of ROWS. By number of rows there are classes of kernels (1; 2 and 3; 4 and
    more), and the rows left over by an uneven split between threads are summed in another order.
-2. An inner dimension is summed in tiles of INNER, in order. Longer ones are split by the kernel itself, at places
-   that depend on the number of rows (bfloat16) or between the threads (float32).
+2. An inner dimension is summed in tiles of INNER, in order, and what is no multiple of LANES goes last. Longer ones are
+   split by the kernel itself, at places that depend on the number of rows (bfloat16) or between the threads (float32);
+   some odd ones too (168, 240 and 360 in bfloat16).
 3. A window of keys starts at column 0 of its row and is a multiple of KEYS long: P V blocks its keys from the first
    column on, and short windows take other kernels. P V is summed in tiles of TILE keys, in order, the last one cut.
 4. A product with keys has at least QUERIES rows of queries (grouped heads leave fewer in a decode step), and its inner
@@ -29,6 +30,8 @@ Legend: M rows (tokens, padded), N attention problems (row x key-value head), Q 
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -37,6 +40,7 @@ from torch import Tensor
 
 ROWS = 16
 INNER = 384
+LANES = 32
 KEYS = 16
 TILE = 128
 QUERIES = 4
@@ -55,7 +59,7 @@ def padded(count: int, multiple: int) -> int:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Gives x weight^T + bias: x [M, in], weight [out, in], bias [out], all of one dtype; M a multiple of ROWS."""
     assert x.shape[0] % ROWS == 0, f"{x.shape[0]} rows are no multiple of {ROWS}"
-    if x.shape[1] <= INNER:
+    if len(inner_tiles(x.shape[1])) == 1:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return cast("Tensor", _TiledLinear.apply(x, weight, bias))
@@ -63,11 +67,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` for an inner dimension above INNER, without its gradient."""
-    out = F.linear(x[:, :INNER], weight[:, :INNER], bias)
-    for start in range(INNER, x.shape[1], INNER):
-        out.addmm_(x[:, start : start + INNER], weight[:, start : start + INNER].t())
+    """`linear` for an inner dimension of several tiles, without its gradient."""
+    first, *others = inner_tiles(x.shape[1])
+    out = F.linear(x[:, first], weight[:, first], bias)
+    for tile in others:
+        out.addmm_(x[:, tile], weight[:, tile].t())
     return out
+
+
+@cache
+def inner_tiles(size: int) -> tuple[slice, ...]:
+    """How an inner dimension of `size` is cut."""
+    whole = size - size % LANES
+    cuts = sorted({0, *range(INNER, whole, INNER), whole, size})
+    return tuple(slice(start, stop) for start, stop in pairwise(cuts))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
