@@ -14,6 +14,7 @@ from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
 from tests.models.tiny import config, loud, threads, tokens
 
 DTYPES = (torch.float32, torch.bfloat16)
+SIZES = [(16, 16), (40, 97), (64, 192), (96, 8), (168, 256), (384, 128), (385, 64), (576, 192), (1536, 576), (2048, 200)]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -28,10 +29,7 @@ def causal(length: int, window: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("inner", "outer"),
-    [(16, 16), (40, 97), (64, 192), (96, 8), (168, 256), (384, 128), (385, 64), (576, 192), (1536, 576), (2048, 200)],
-)
+@pytest.mark.parametrize(("inner", "outer"), SIZES)
 def test_a_row_of_a_product_does_not_depend_on_its_companions(inner: int, outer: int, dtype: torch.dtype) -> None:
     x, weight, bias = (
         randn(1040, inner).to(dtype),
