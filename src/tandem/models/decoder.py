@@ -2,8 +2,8 @@
 
 `Decoder.prefill` reads whole rows at once, `Decoder.decode` one token a row against a `KVCache`; both run the same
 layers on [M, D] rows through `numerics`. Grouped-query attention, rotary positions, RMS norm, gated MLP, tied or untied
-embeddings, optional biases, optional norms of queries and keys: what Llama, Qwen2 and Qwen3 are. It does not sample
-and has no output layer: heads.py turns hidden states into log-probabilities.
+embeddings, optional biases, optional norms of queries and keys: what Llama, Qwen2 and Qwen3 are. It does not sample, it
+has no output layer (heads.py turns hidden states into log-probabilities), and it runs on the CPU.
 
 Parameters are float32 and have their Hugging Face names. Products with weights run in the compute dtype, all else
 (residual stream, norms, positions, attention) in float32.
