@@ -311,7 +311,7 @@ def _supervised_phase(
         dataset=build_dataset(data, "train", seed_of(recipe.seed, "demonstrations")),
         renderer=model.renderer,
         queue=queue,
-        config=DatasetSourceConfig(rows_per_step=rows_per_step, max_tokens=recipe.engine.max_context),
+        config=DatasetSourceConfig(rows_per_step=rows_per_step, max_context=recipe.engine.max_context),
         seed=recipe.seed,
         policy=PolicyRef(),
     )

@@ -72,8 +72,8 @@ def test_columns_can_have_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "match"),
     [
-        ((), "the dataset rows is empty"),
-        (("", " "), "the dataset rows is empty"),
+        ((), "rows.jsonl is empty"),
+        (("", " "), "rows.jsonl is empty"),
         (({"prompt": "a"}, '{"prompt": '), r"rows\.jsonl:2 is not valid JSON"),
         (({"prompt": "a"}, "", "[1]"), r"rows\.jsonl:3 holds \[1\]; every line must be a JSON object"),
         (('{"prompt": "a", "answer": NaN}',), "rows.jsonl:1 is not valid JSON: NaN"),

@@ -145,7 +145,7 @@ def check_a_demonstration_that_does_not_fit_names_its_task() -> None:
             dataset=FakeDataset([task]),
             renderer=FakeRenderer(),
             queue=FakeQueue(),
-            config=DatasetSourceConfig(rows_per_step=1, max_tokens=16),
+            config=DatasetSourceConfig(rows_per_step=1, max_context=16),
             seed=0,
             policy=PolicyRef(),
         )

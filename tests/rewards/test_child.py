@@ -68,7 +68,8 @@ def test_numbers_that_are_none_are_failures_with_their_reason() -> None:
 def test_what_the_function_raises_fails_its_group_in_one_line(first: str, reason: str) -> None:
     kind, message = judge(load(f"{MODULE}:reads", {}), "reads", {}, task(), group(first))
     assert kind == "failed"
-    assert message.startswith(reason)
+    assert message.startswith(f"the reward function raised {reason}")
+    assert ".py:" in message
     assert "\n" not in message
 
 

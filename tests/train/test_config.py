@@ -38,7 +38,7 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
         ({"max_nonfinite": -1}, "max_nonfinite"),
-        ({"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "above warmup_steps=5, got 5"),
+        ({"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "above warmup_steps=5, or 0, got 5"),
     ],
 )
 def test_values_out_of_range(wrong: dict[str, object], says: str) -> None:

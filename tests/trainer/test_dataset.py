@@ -52,13 +52,13 @@ def test_each_epoch_holds_every_demonstration_once_with_the_renderer_s_mask() ->
 
 
 def test_nothing_is_cut_or_left_out_silently() -> None:
-    with pytest.raises(DataError, match=r"'t\d' of 'words' has \d tokens, above max_tokens=4"):
-        batches(TASKS, 1, rows_per_step=3, max_tokens=4)
+    with pytest.raises(DataError, match=r"'t\d' of 'words' has \d tokens, above max_context=4"):
+        batches(TASKS, 1, rows_per_step=3, max_context=4)
     with pytest.raises(DataError, match=r"'silent' of 'words'.*assistant"):
         batches([Task("silent", (Message("user", "?"),))], 1)
 
 
-@pytest.mark.parametrize("bad", [{"rows_per_step": 0}, {"max_tokens": 0}])
+@pytest.mark.parametrize("bad", [{"rows_per_step": 0}, {"max_context": 0}])
 def test_config_says_what_is_wrong(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         DatasetSourceConfig(**bad)

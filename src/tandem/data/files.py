@@ -28,6 +28,8 @@ class FileDataset:
             raise DataError(f"there is no dataset file {path}: correct the path (relative paths start at {Path.cwd()})")
         self.name = path.stem
         self._tasks = tasks_from_rows(readers[path.suffix](path), self.name, columns)
+        if not self._tasks:
+            raise DataError(f"the dataset {path} is empty: it needs at least one row")
 
     def __len__(self) -> int:
         return len(self._tasks)

@@ -38,8 +38,6 @@ def tasks_from_rows(rows: Iterable[tuple[str, Mapping[str, object]]], source: st
             raise DataError(f"{where}: the id {task.id!r} is that of {places[task.id]} too: ids must be unique in a dataset")
         tasks[task.id] = task
         places[task.id] = where
-    if not tasks:
-        raise DataError(f"the dataset {source} is empty: it needs at least one row")
     return tuple(tasks.values())
 
 

@@ -14,6 +14,7 @@ import pickle
 import socket
 import struct
 import threading
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Literal, SupportsFloat, cast
@@ -66,7 +67,13 @@ def judge(function: RewardFunction, name: str, params: Mapping[str, Json], task:
     except RewardError as error:
         return "broken", str(error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 the function is the user's: it fails its own group only
-        return "failed", f"{type(error).__name__}: {error}".strip().split("\n")[0]
+        return "failed", f"the reward function raised {type(error).__name__}: {error}".strip().split("\n")[0] + _where(error)
+
+
+def _where(error: BaseException) -> str:
+    """The line that raised, for whoever wrote it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({last.filename}:{last.lineno})"
 
 
 def _results(name: str, given: object, count: int) -> list[RewardResult]:

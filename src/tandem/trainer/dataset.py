@@ -23,13 +23,13 @@ from tandem.types import BatchRef, GroupKey, Json, Key, Metrics, PolicyRef
 
 @dataclass(frozen=True)
 class DatasetSourceConfig:
-    """rows_per_step: demonstrations in a batch. max_tokens: of one demonstration; a longer one is an error."""
+    """rows_per_step: demonstrations in a batch. max_context: of one demonstration; a longer one is an error."""
 
     rows_per_step: int = 32
-    max_tokens: int = 2048
+    max_context: int = 2048
 
     def __post_init__(self) -> None:
-        for name in ("rows_per_step", "max_tokens"):
+        for name in ("rows_per_step", "max_context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -89,9 +89,9 @@ class DatasetSource:
             tokens, mask = self._renderer.demonstration(task.messages)
         except DataError as problem:
             raise DataError(f"task {task.id!r} of {self._dataset.name!r}: {problem}") from problem
-        if len(tokens) > self._config.max_tokens:
+        if len(tokens) > self._config.max_context:
             raise DataError(
-                f"task {task.id!r} of {self._dataset.name!r} has {len(tokens)} tokens, above max_tokens={self._config.max_tokens}; "
+                f"task {task.id!r} of {self._dataset.name!r} has {len(tokens)} tokens, above max_context={self._config.max_context}: "
                 f"nothing is cut: leave it out or raise the limit"
             )
         if not any(mask):

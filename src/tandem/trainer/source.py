@@ -215,7 +215,9 @@ class _Tally:
         """Raises RunError where refilling has no end in sight."""
         first = f"; the first: {self.first}" if self.first else ""
         if not self.judged and self.failed >= config.groups_per_step * config.group_size:
-            raise RunError(f"all {self.failed} episodes of the step after {policy} failed{first}")
+            raise RunError(
+                f"all {self.failed} episodes of the step after {policy} failed{first}; look at the reward and the environment"
+            )
         if self.refused.total() > config.max_refills_per_step:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.refused.most_common())
             raise RunError(

@@ -1,0 +1,198 @@
+"""What a user gets wrong, and what the world does: one clear message, the right exit code, and nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+
+from tests.e2e.runs import RECIPE, tandem, write_recipe
+
+SHORT = ("trainer.steps=1", "warmup.steps=1", "warmup.snapshot_every=0")
+
+
+def complaint(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was said on stderr, which is one message and no traceback."""
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    assert text.count("error:") == 1
+    return text
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished run."""
+    directory = tmp_path_factory.mktemp("finished")
+    assert tandem("train", str(write_recipe(directory)), f"run.dir={directory / 'run'}", "trainer.steps=2", "warmup=null") == 0
+    return directory / "run"
+
+
+def train(tmp_path: Path, *overrides: str, **files: str) -> int:
+    return tandem("train", str(write_recipe(tmp_path, **files)), f"run.dir={tmp_path / 'run'}", *SHORT, *overrides)
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "unknown key": (("trainer.step=3",), ("trainer.step", "trainer.steps")),
+    "wrong type": (("trainer.steps=many",), ("trainer.steps", "many")),
+    "value out of range": (("sampling.temperature=-1",), ("temperature", "-1")),
+    "unknown algorithm": (("algorithm=gpro",), ("gpro", "grpo")),
+    "unknown algorithm parameter": (("algorithm.clip_hi=0.3",), ("clip_hi", "clip_high")),
+    "unknown task": (("data.train.task=calculater",), ("calculater", "calculator")),
+    "unknown environment": (("agent.env=calc",), ("calc", "calculator")),
+    "missing dataset": (("data.train.task=null", "data.train.path=no/such.jsonl"), ("no/such.jsonl",)),
+    "missing model": (("model.new=null", "model.path=no/such/model"), ("no/such/model",)),
+    "missing reward file": (("reward.function=no/such.py:f",), ("no/such.py",)),
+    "missing reward function": (("reward.function=tandem.rewards.functions:nothing",), ("nothing",)),
+    "no reward": (("reward=null",), ("reward.function",)),
+    "context beyond the model's": (("engine.max_context=65",), ("65", "64")),
+    "prompt longer than the context": (("engine.max_context=6", "warmup=null"), ("6", "max_context")),
+    "demonstration longer than the context": (("engine.max_context=8",), ("tokens", "8")),
+    "a mode that is not built": (("trainer.mode=separate_async",), ("separate_async", "sync")),
+    "a GPU where there is none": (("run.device=cuda",), ("cuda", "cpu")),
+    "more tasks than there are": (("data.heldout.size=1000000",), ("1000000",)),
+    "heads that do not divide": (("model.new.num_heads=3", "model.new.num_kv_heads=2"), ("num_heads", "3")),
+}
+
+
+@pytest.mark.parametrize(("overrides", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_named_with_its_value(
+    overrides: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, *overrides) == 2
+    message = complaint(capsys)
+    for word in words:
+        assert word in message
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_a_missing_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tandem("train", str(tmp_path / "none.yaml")) == 2
+    assert "none.yaml" in complaint(capsys)
+
+
+def test_an_empty_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    assert train(tmp_path, "data.train.task=null", f"data.train.path={empty}") == 2
+    assert str(empty) in complaint(capsys)
+
+
+def test_a_character_that_the_tokenizer_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "7 plus 2?", "answer": "9"}) + "\n")
+    assert train(tmp_path, "data.train.task=null", f"data.train.path={data}", "warmup=null") == 2
+    assert "'7 plus 2?'" in complaint(capsys)
+
+
+REWARDS: dict[str, tuple[str, int, str]] = {
+    "NaN": ("return [float('nan')] * len(group)", 1, "nan"),
+    "None": ("return [None] * len(group)", 1, "None"),
+    "an exception": ("raise KeyError('colour')", 1, "colour"),
+    "the wrong count": ("return [1.0]", 2, "1"),
+    "no list": ("return 1.0", 2, "1.0"),
+    "text": ("return ['good'] * len(group)", 2, "good"),
+}
+
+
+@pytest.mark.parametrize(("body", "code", "word"), REWARDS.values(), ids=REWARDS.keys())
+def test_a_reward_that_breaks_its_contract(
+    body: str, code: int, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, "warmup=null", "data.heldout=null", reward=f"def digits(task, group):\n    {body}\n") == code
+    message = complaint(capsys)
+    assert word in message
+    assert not (tmp_path / "run" / "samples.jsonl").read_text()
+
+
+def test_a_reward_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hangs = "import time\ndef digits(task, group):\n    time.sleep(600)\n"
+    assert train(tmp_path, "warmup=null", "data.heldout=null", "reward.limit_s=0.3", reward=hangs) == 1
+    assert "0.3 s" in complaint(capsys)
+
+
+def test_a_tokenizer_without_eos(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = shutil.copytree(finished / "final", tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    assert train(tmp_path, "model.new=null", f"model.path={model}") == 2
+    assert "eos_token" in complaint(capsys)
+
+
+def test_a_model_with_missing_and_extra_tensors(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = shutil.copytree(finished / "final", tmp_path / "model")
+    weights = safetensors.torch.load_file(model / "model.safetensors")
+    weights["model.extra.weight"] = weights.pop("model.norm.weight")
+    safetensors.torch.save_file(weights, model / "model.safetensors")
+    assert train(tmp_path, "model.new=null", f"model.path={model}") == 2
+    message = complaint(capsys)
+    assert "model.norm.weight" in message
+    assert "model.extra.weight" in message
+
+
+def test_a_directory_that_holds_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("precious")
+    assert train(tmp_path) == 2
+    assert "run.dir" in complaint(capsys)
+    assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
+
+
+def test_an_earlier_run_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert train(tmp_path, "warmup=null") == 0
+    assert "is kept as" in capsys.readouterr().out
+    assert (tmp_path / "run.1" / "summary.json").is_file()
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_a_full_disk_while_a_snapshot_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", full)
+        assert train(tmp_path, "warmup=null") == 1
+    assert "free" in complaint(capsys)
+    assert not list((tmp_path / "run" / "snapshots").iterdir())
+    assert tandem("train", str(tmp_path / "tiny.yaml"), f"run.dir={tmp_path / 'run'}", *SHORT, "warmup=null", "--resume") == 0
+
+
+def test_a_damaged_snapshot_is_passed_over(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    newest, older = sorted((run / "snapshots").iterdir(), reverse=True)
+    weights = newest / "train" / "model.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    arguments = ("train", str(write_recipe(tmp_path)), f"run.dir={run}", "trainer.steps=2", "warmup=null", "--resume")
+    assert tandem(*arguments) == 0
+    said = capsys.readouterr().out.replace("\n", "")
+    assert newest.name in said
+    assert older.name in said
+    assert (
+        json.loads((run / "summary.json").read_text())["weights"] == json.loads((finished / "summary.json").read_text())["weights"]
+    )
+
+
+def test_damaged_snapshots_and_nothing_else(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    for snapshot in (run / "snapshots").iterdir():
+        (snapshot / "manifest.json").write_text("{}")
+    arguments = ("train", str(write_recipe(tmp_path)), f"run.dir={run}", "trainer.steps=3", "warmup=null", "--resume")
+    assert tandem(*arguments) == 1
+    assert "snapshots" in complaint(capsys)
+
+
+def test_a_snapshot_of_another_model(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    recipe = write_recipe(tmp_path, recipe=RECIPE.replace("hidden_size: 32", "hidden_size: 48"))
+    assert tandem("train", str(recipe), f"run.dir={run}", "trainer.steps=3", "warmup=null", "--resume") in (1, 2)
+    assert "model.embed_tokens.weight" in complaint(capsys)
