@@ -91,8 +91,8 @@ class DatasetSource:
             raise DataError(f"task {task.id!r} of {self._dataset.name!r}: {problem}") from problem
         if len(tokens) > self._config.max_context:
             raise DataError(
-                f"task {task.id!r} of {self._dataset.name!r} has {len(tokens)} tokens, above max_context={self._config.max_context}: "
-                f"nothing is cut: leave it out or raise the limit"
+                f"task {task.id!r} of {self._dataset.name!r} has {len(tokens)} tokens, above "
+                f"max_context={self._config.max_context}; nothing is cut: leave it out or raise the limit"
             )
         if not any(mask):
             raise DataError(f"task {task.id!r} of {self._dataset.name!r} has no assistant turn, so there is nothing to imitate")
