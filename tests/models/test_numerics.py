@@ -14,7 +14,7 @@ from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
 from tests.models.tiny import config, loud, threads, tokens
 
 DTYPES = (torch.float32, torch.bfloat16)
-SIZES = [(16, 16), (40, 97), (64, 192), (96, 8), (168, 256), (384, 128), (385, 64), (576, 192), (1536, 576), (2048, 200)]
+SIZES = [(16, 32), (40, 97), (72, 32), (64, 192), (96, 8), (168, 256), (384, 128), (385, 64), (576, 192), (1536, 576), (2048, 200)]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -120,17 +120,18 @@ def test_a_tiled_product_and_its_gradients_are_the_plain_ones(biased: bool) -> N
 
 
 def test_an_inner_dimension_is_cut_into_tiles_in_order() -> None:
-    cuts = {size: [tile.stop for tile in numerics.inner_tiles(size)] for size in (1, 31, 32, 40, 168, 384, 385, 768, 1000)}
+    cuts = {size: [tile.stop for tile in numerics.inner_tiles(size)] for size in (1, 31, 32, 40, 72, 168, 384, 385, 768, 1000)}
     assert cuts == {
         1: [1],
         31: [31],
         32: [32],
-        40: [32, 40],
-        168: [160, 168],
+        40: [40],
+        72: [32, 72],
+        168: [128, 168],
         384: [384],
-        385: [384, 385],
+        385: [352, 385],
         768: [384, 768],
-        1000: [384, 768, 992, 1000],
+        1000: [384, 768, 960, 1000],
     }
 
 

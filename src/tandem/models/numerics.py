@@ -9,9 +9,10 @@ by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear
 
 1. The rows of a product are a multiple of ROWS. By number of rows there are classes of kernels (1; 2 and 3; 4 and
    more), and the rows left over by an uneven split between threads are summed in another order.
-2. An inner dimension is summed in tiles of INNER, in order, and what is no multiple of LANES goes last. Longer ones are
-   split by the kernel itself, at places that depend on the number of rows (bfloat16) or between the threads (float32);
-   some odd ones too (168, 240 and 360 in bfloat16).
+2. An inner dimension is summed in tiles of INNER, in order; where it is no multiple of LANES, the rest and LANES more are
+   the last tile. Longer ones are split by the kernel itself, at places that depend on the number of rows (bfloat16) or
+   between the threads (float32); so are some odd ones (168, 240 and 360 in bfloat16), and a tile of the rest alone would
+   be small enough for few rows to take another kernel.
 3. A window of keys starts at column 0 of its row and is a multiple of KEYS long: P V blocks its keys from the first
    column on, and short windows take other kernels. P V is summed in tiles of TILE keys, in order, the last one cut.
 4. A product with keys has at least QUERIES rows of queries (grouped heads leave fewer in a decode step), and its inner
@@ -78,7 +79,8 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @cache
 def inner_tiles(size: int) -> tuple[slice, ...]:
     """How an inner dimension of `size` is cut."""
-    whole = size - size % LANES
+    rest = size % LANES
+    whole = size - LANES - rest if rest and size > 2 * LANES else size
     cuts = sorted({0, *range(INNER, whole, INNER), whole, size})
     return tuple(slice(start, stop) for start, stop in pairwise(cuts))
 
