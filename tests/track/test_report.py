@@ -44,11 +44,6 @@ def test_summary_is_one_json_file(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_summary_without_its_rates_is_refused() -> None:
-    with pytest.raises(ValueError, match="eval_after lacks greedy, n"):
-        Summary(SUMMARY.eval_before, {"pass@1": 0.5}, 1, 1.0)
-
-
 def test_a_series_is_read_back_and_holes_are_left_out(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl", clock=lambda: 12.3456)
     tracker.log(Metrics.mean({"eval/pass@1": 0.25}), 0)

@@ -16,7 +16,8 @@ from tandem.types import Json
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """eval_before and eval_after: rates in [0, 1] by name ("pass@1", "greedy", "pass@8", ...) and "n", the tasks judged.
+    """eval_before and eval_after: rates in [0, 1] by name ("pass@1", "greedy", "pass@8", ...), "n", the tasks, and "failed",
+    the episodes that could not be judged; empty where nothing was measured.
 
     facts: more that belongs on record (seed, the hash of the final weights), beside the others in the file.
     """
@@ -26,11 +27,6 @@ class Summary:
     steps: int
     wall_s: float
     facts: Mapping[str, Json] = field(default_factory=dict[str, Json])
-
-    def __post_init__(self) -> None:
-        for name, result in {"eval_before": self.eval_before, "eval_after": self.eval_after}.items():
-            if missing := {"pass@1", "greedy", "n"} - result.keys():
-                raise ValueError(f"{name} lacks {', '.join(sorted(missing))}")
 
 
 def write_summary(path: Path, summary: Summary) -> None:

@@ -1,0 +1,147 @@
+"""What `tandem train`, `eval` and `config` leave behind and say, on a tiny recipe."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import RECIPE, read_lines, tandem, write_recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run, `tiny.yaml` beside it."""
+    directory = tmp_path_factory.mktemp("train")
+    overrides = ("logs=[console, tensorboard]", "evaluation.samples=2", "evaluation.pass_at=[2]")
+    assert tandem("train", str(write_recipe(directory)), f"run.dir={directory / 'run'}", *overrides) == 0
+    return directory / "run"
+
+
+def test_the_run_s_directory(run: Path) -> None:
+    names = {path.name for path in run.iterdir()}
+    assert names == {
+        "config.yaml", "metrics.jsonl", "samples.jsonl", "journal.jsonl", "summary.json", "curve.png",
+        "tensorboard", "snapshots", "final", "warmup",
+    }  # fmt: skip
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run / "tensorboard").glob("events.*"))
+
+
+def test_summary(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    for result in (summary["eval_before"], summary["eval_after"]):
+        assert result.keys() == {"pass@1", "pass@2", "greedy", "n", "failed"}
+        assert result["n"] == 4
+        assert result["failed"] == 0
+    assert summary["steps"] == 4
+    assert summary["wall_s"] > 0
+
+
+def test_samples_are_what_was_trained_on(run: Path) -> None:
+    samples = read_lines(run / "samples.jsonl")
+    assert [sample["key"] for sample in samples] == [f"train:{g}.{m}.0" for g in range(8) for m in range(4)]
+    assert {sample["step"] for sample in samples} == {1, 2, 3, 4}
+    assert all({"text", "reward", "stop", "policy", "prompt"} <= sample.keys() for sample in samples)
+    assert all(sample["policy"] == f"policy@0.{sample['step'] - 1}" for sample in samples)
+
+
+def test_every_step_is_on_policy(run: Path) -> None:
+    """Law 5 in a whole run: the sampler's logprobs are the trainer's, so the first ratio of a step is exactly 1."""
+    steps = [line for line in read_lines(run / "metrics.jsonl") if "mismatch/tokens" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert {(line["mismatch/tokens"], line["mismatch/max"], line["mismatch/ess"]) for line in steps} == {(0, 0, 1)}
+
+
+def test_config_yaml_is_a_recipe_of_the_same_run(run: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    assert tandem("train", str(run / "config.yaml"), f"run.dir={again}") == 0
+    assert json.loads((again / "summary.json").read_text())["weights"] == json.loads((run / "summary.json").read_text())["weights"]
+
+
+def test_final_is_a_hugging_face_directory(run: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "final")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "final")
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "77*99="}], tokenize=False, add_generation_prompt=True)
+    assert prompt == "77*99="
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    assert model(ids).logits.shape == (1, 6, len(tokenizer))
+
+
+def test_eval_of_a_run_repeats_its_last_measurement(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tandem("eval", str(run)) == 0
+    said = capsys.readouterr().out
+    after = json.loads((run / "summary.json").read_text())["eval_after"]
+    assert f"pass@1     {after['pass@1']:.3f}" in said
+    assert f"greedy     {after['greedy']:.3f}" in said
+
+
+def test_a_model_directory_goes_on(run: Path, tmp_path: Path) -> None:
+    """What a run leaves can be the start of another one, with its tokenizer and template."""
+    overrides = ("model.new=null", f"model.path={run / 'final'}", "warmup=null", "trainer.steps=1")
+    assert tandem("train", str(run.parent / "tiny.yaml"), f"run.dir={tmp_path / 'next'}", *overrides) == 0
+    summary = json.loads((tmp_path / "next" / "summary.json").read_text())
+    assert summary["eval_before"]["greedy"] == json.loads((run / "summary.json").read_text())["eval_after"]["greedy"]
+
+
+def test_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tandem("train", str(run.parent / "tiny.yaml"), f"run.dir={tmp_path / 'dry'}", "--dry-run") == 0
+    said = capsys.readouterr().out
+    for word in ("6 steps of sft", "4 steps of grpo", "old_logprobs", "KV cache", "exact"):
+        assert word in said
+    assert not (tmp_path / "dry").exists()
+
+
+def test_config_says_where_each_value_comes_from(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tandem("config", str(run.parent / "tiny.yaml"), "train.lr=0.1") == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["train.lr"].endswith("command line: train.lr=0.1")
+    assert "tiny.yaml:" in lines["trainer.steps"]
+    assert lines["train.weight_decay"].endswith("default")
+
+
+def test_supervised_training_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "completion": f"{i + 1}"}) + "\n" for i in range(10, 40)))
+    overrides = ("algorithm=sft", "warmup=null", "reward=null", "data.train.task=null", f"data.train.path={data}", "train.lr=0.02")
+    recipe = str(write_recipe(tmp_path))
+    assert tandem("train", recipe, f"run.dir={tmp_path / 'run'}", "trainer.steps=30", *overrides) == 0
+    assert "nothing was measured" in capsys.readouterr().out
+    losses = [line["train/loss"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[-1] < 0.7 * losses[0]
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "sorting", "countdown"])
+def test_every_built_in_task_runs(task: str, tmp_path: Path) -> None:
+    recipe = RECIPE.replace("calculator", task).replace(f"agent: {{name: env, env: {task}, max_turns: 2}}", "agent: single_turn")
+    recipe = recipe.replace("function: REWARD", f"function: {task}")
+    overrides = ("trainer.steps=1", "warmup.steps=1", "sampling.max_tokens=20")
+    path = write_recipe(tmp_path, recipe=recipe)
+    assert tandem("train", str(path), f"run.dir={tmp_path / 'run'}", *overrides) == 0
+
+
+def test_dynamic_sampling_trains_on_groups_that_differ(tmp_path: Path) -> None:
+    overrides = ("algorithm.keep=varied_rewards", "warmup=null", "data.heldout=null", "trainer.steps=2")
+    assert tandem("train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}", *overrides) == 0
+    groups: dict[str, set[float]] = {}
+    for sample in read_lines(tmp_path / "run" / "samples.jsonl"):
+        groups.setdefault(sample["key"].split(".")[0], set()).add(sample["reward"])
+    assert all(len(rewards) > 1 for rewards in groups.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_quickstart_learns(seed: int, tmp_path: Path) -> None:
+    assert tandem("train", str(ROOT / "recipes" / "quickstart.yaml"), f"seed={seed}", f"run.dir={tmp_path / 'run'}") == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    for rate in ("pass@1", "greedy"):
+        assert summary["eval_before"][rate] < 0.45
+        assert summary["eval_after"][rate] >= 0.9
+    shutil.rmtree(tmp_path / "run")
