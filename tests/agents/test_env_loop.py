@@ -4,7 +4,7 @@ import pytest
 
 from tandem.agents.calculator import CalculatorEnv
 from tandem.agents.env_loop import EnvLoop
-from tandem.agents.fake import FakeEnv, FakeLLM
+from tandem.agents.fake import FakeEnv, ScriptedLLM
 from tandem.ports import Reply, StepResult
 from tandem.types import Episode, Key, Message, Task
 
@@ -12,7 +12,7 @@ TASK = Task("t", (Message("user", "77*99="),), "7623")
 KEY = Key("train", 0)
 
 
-def run(env: FakeEnv, llm: FakeLLM, max_turns: int = 3) -> Episode:
+def run(env: FakeEnv, llm: ScriptedLLM, max_turns: int = 3) -> Episode:
     return asyncio.run(EnvLoop(lambda _: env, max_turns)(TASK, llm, KEY))
 
 
@@ -21,7 +21,7 @@ def told(text: str, reward: float = 0.0) -> StepResult:
 
 
 def test_two_turns_through_the_calculator() -> None:
-    llm = FakeLLM(["<77*99>", "7623"])
+    llm = ScriptedLLM(["<77*99>", "7623"])
     episode = asyncio.run(EnvLoop(CalculatorEnv, 4)(TASK, llm, KEY))
     assert [(m.role, m.content) for m in episode.messages] == [
         ("user", "77*99="),
@@ -35,14 +35,14 @@ def test_two_turns_through_the_calculator() -> None:
 
 
 def test_the_conversation_begins_with_what_the_environment_says() -> None:
-    llm = FakeLLM(["a"])
+    llm = ScriptedLLM(["a"])
     run(FakeEnv([StepResult((), done=True)], opening=[Message("system", "rules")]), llm)
     assert llm.asked == [(*TASK.messages, Message("system", "rules"))]
 
 
 def test_every_reward_is_collected_and_messages_are_complete() -> None:
     env = FakeEnv([told("x", 0.25), StepResult((Message("tool", "y"),), 1.0, done=True)])
-    episode = run(env, FakeLLM(["a", "b"]))
+    episode = run(env, ScriptedLLM(["a", "b"]))
     assert episode.env_rewards == (0.25, 1.0)
     assert [m.content for m in episode.messages] == ["77*99=", "a", "x", "b", "y"]
     assert [m.content for m in env.actions] == ["a", "b"]
@@ -51,21 +51,21 @@ def test_every_reward_is_collected_and_messages_are_complete() -> None:
 
 def test_turns_that_run_out_and_truncation_are_a_tool_limit() -> None:
     env = FakeEnv([told("x", 1), told("y", 2), told("z", 3)])
-    episode = run(env, FakeLLM(["a", "b", "c"]), max_turns=2)
+    episode = run(env, ScriptedLLM(["a", "b", "c"]), max_turns=2)
     assert (episode.stop, episode.env_rewards, env.closed) == ("tool_limit", (1, 2), 1)
-    assert run(FakeEnv([StepResult((), truncated=True)]), FakeLLM(["a"])).stop == "tool_limit"
-    assert run(FakeEnv([StepResult((), done=True)]), FakeLLM(["a"]), max_turns=1).stop == "stop"
+    assert run(FakeEnv([StepResult((), truncated=True)]), ScriptedLLM(["a"])).stop == "tool_limit"
+    assert run(FakeEnv([StepResult((), done=True)]), ScriptedLLM(["a"]), max_turns=1).stop == "stop"
 
 
 def test_a_turn_that_did_not_end_is_not_acted_on() -> None:
     env = FakeEnv([told("x")])
-    episode = run(env, FakeLLM(["a", Reply(Message("assistant", "<7"), "length")]))
+    episode = run(env, ScriptedLLM(["a", Reply(Message("assistant", "<7"), "length")]))
     assert [m.content for m in env.actions] == ["a"]
     assert (episode.stop, env.closed, episode.completion) == ("length", 1, "<7")
 
 
 def test_the_environment_is_closed_when_it_or_the_engine_fails() -> None:
-    for env, llm in ((FakeEnv([OSError("broken")]), FakeLLM(["a"])), (FakeEnv([]), FakeLLM([OSError("broken")]))):
+    for env, llm in ((FakeEnv([OSError("broken")]), ScriptedLLM(["a"])), (FakeEnv([]), ScriptedLLM([OSError("broken")]))):
         with pytest.raises(OSError, match="broken"):
             run(env, llm)
         assert env.closed == 1
@@ -80,7 +80,7 @@ def test_the_environment_is_closed_when_the_episode_is_cancelled() -> None:
     env = Stuck([])
 
     async def cancel() -> None:
-        episode = asyncio.ensure_future(EnvLoop(lambda _: env, 3)(TASK, FakeLLM(["a"]), KEY))
+        episode = asyncio.ensure_future(EnvLoop(lambda _: env, 3)(TASK, ScriptedLLM(["a"]), KEY))
         await asyncio.sleep(0.01)
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,11 +1,11 @@
 import asyncio
 
-from tandem.agents.fake import FakeAgent, FakeLLM
+from tandem.agents.fake import FakeAgent, ScriptedLLM
 from tandem.types import Key, Message, Task
 
 
 def test_the_fake_model_records_a_valid_sample_turn_by_turn() -> None:
-    llm = FakeLLM(["ab", "c"], Key("x", 1))
+    llm = ScriptedLLM(["ab", "c"], Key("x", 1))
 
     async def talk() -> None:
         await llm.chat((Message("user", "?"),))
@@ -20,5 +20,5 @@ def test_the_fake_model_records_a_valid_sample_turn_by_turn() -> None:
 
 def test_the_fake_agent_keeps_count() -> None:
     agent = FakeAgent()
-    asyncio.run(agent(Task("t", (Message("user", "?"),)), FakeLLM(["a"]), Key("x", 1)))
+    asyncio.run(agent(Task("t", (Message("user", "?"),)), ScriptedLLM(["a"]), Key("x", 1)))
     assert agent.seen == [Key("x", 1)]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tandem.agents.env_loop import EnvLoop
-from tandem.agents.fake import FakeAgent, FakeEnv, FakeLLM
+from tandem.agents.fake import FakeAgent, FakeEnv, ScriptedLLM
 from tandem.agents.single_turn import SingleTurn
 from tandem.ports import AgentLoop, Reply, StepResult
 from tandem.types import Episode, Key, Message, Stop, Task
@@ -24,12 +24,12 @@ def loop(request: pytest.FixtureRequest) -> AgentLoop:
     return LOOPS[request.param]
 
 
-def episode(loop: AgentLoop, llm: FakeLLM) -> Episode:
+def episode(loop: AgentLoop, llm: ScriptedLLM) -> Episode:
     return asyncio.run(loop(TASK, llm, KEY))
 
 
 def test_the_episode_is_of_its_task_and_key(loop: AgentLoop) -> None:
-    made = episode(loop, FakeLLM(["4"], KEY))
+    made = episode(loop, ScriptedLLM(["4"], KEY))
     assert made.task == TASK
     assert made.key == KEY
     assert made.completion == "4"
@@ -37,7 +37,7 @@ def test_the_episode_is_of_its_task_and_key(loop: AgentLoop) -> None:
 
 
 def test_samples_are_those_that_were_recorded(loop: AgentLoop) -> None:
-    llm = FakeLLM(["4"], KEY)
+    llm = ScriptedLLM(["4"], KEY)
     made = episode(loop, llm)
     (theirs,), (ours,) = llm.samples(), made.samples
     assert ours.tokens.tolist() == theirs.tokens.tolist()
@@ -46,13 +46,13 @@ def test_samples_are_those_that_were_recorded(loop: AgentLoop) -> None:
 
 @pytest.mark.parametrize("stop", ["length", "abort", "error"])
 def test_a_turn_that_does_not_end_gives_its_stop_to_the_episode(loop: AgentLoop, stop: Stop) -> None:
-    assert episode(loop, FakeLLM([Reply(Message("assistant", "4"), stop)], KEY)).stop == stop
+    assert episode(loop, ScriptedLLM([Reply(Message("assistant", "4"), stop)], KEY)).stop == stop
 
 
 def test_a_complete_turn_ends_with_stop(loop: AgentLoop) -> None:
-    assert episode(loop, FakeLLM(["4"], KEY)).stop == "stop"
+    assert episode(loop, ScriptedLLM(["4"], KEY)).stop == "stop"
 
 
 def test_errors_of_the_engine_pass_through(loop: AgentLoop) -> None:
     with pytest.raises(OSError, match="gone"):
-        episode(loop, FakeLLM([OSError("gone")], KEY))
+        episode(loop, ScriptedLLM([OSError("gone")], KEY))

@@ -12,7 +12,7 @@ from tandem.types import Episode, Json, Key, Message, PolicyRef, Sample, Samplin
 _PROMPT, _END = 1, 0  # tokens of the fake LLM: one for whatever is not sampled, one that ends a turn
 
 
-class FakeLLM:
+class ScriptedLLM:
     """Implements the LLM port with replies that are given; `asked` holds each conversation it was shown.
 
     replies: texts, or Reply where a turn does not end with "stop". Sampled tokens are characters at logprob -1. Raises
