@@ -72,7 +72,7 @@ class Model:
 
     def save(self, directory: Path) -> None:
         """As a Hugging Face directory."""
-        save_decoder(self.decoder, directory)
+        save_decoder(self.decoder, directory, self.tokenizer.eos_id)
         self.tokenizer.save(directory)
 
 
