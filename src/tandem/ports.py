@@ -158,7 +158,10 @@ class CheckpointEngine(Protocol):
     async def connect(self, train: TrainEngine, rollouts: Sequence[RolloutEngine]) -> None: ...
 
     async def publish(self, policy: PolicyRef) -> Metrics:
-        """All rollouts hold the trainer's weights as `policy` when this returns: bytes, seconds, hash and probe agreed."""
+        """All rollouts hold the trainer's weights as `policy` when this returns; metrics say bytes and seconds.
+
+        Where weights move, both ends agree on their wire hash and on a probe batch's logprobs before it returns.
+        """
         ...
 
 
