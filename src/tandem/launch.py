@@ -107,6 +107,12 @@ async def _run(recipe: Recipe, directory: Path, console: Console) -> None:
     began_s = time.monotonic()
     model = build_model(recipe)
     console.print(_describe(model), markup=False, highlight=False)
+    if not recipe.sampling.full_support and not supervised(recipe):
+        console.print(
+            "warning: top_p, top_k, min_p or temperature 0 cut what is sampled from, and logprobs are those of the whole "
+            "distribution: the samples are off-policy (metric rollout/cut_support)",
+            style="yellow",
+        )
     async with AsyncExitStack() as stack:
         rollout = None
         if not supervised(recipe) or recipe.reward is not None:

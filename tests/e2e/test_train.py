@@ -145,3 +145,10 @@ def test_the_quickstart_learns(seed: int, tmp_path: Path) -> None:
         assert summary["eval_before"][rate] < 0.45
         assert summary["eval_after"][rate] >= 0.9
     shutil.rmtree(tmp_path / "run")
+
+
+def test_a_cut_distribution_is_said_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("sampling.top_p=0.9", "warmup=null", "data.heldout=null", "trainer.steps=1")
+    assert tandem("train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}", *overrides) == 0
+    assert "off-policy" in capsys.readouterr().out
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[0]["rollout/cut_support"] == 1

@@ -127,6 +127,7 @@ def group_metrics(episodes: Sequence[Episode], judged: Sequence[Episode], outcom
     values = [episode.reward.value for episode in judged if episode.reward is not None and episode.reward.value is not None]
     sampled = [sum(int(sample.mask.sum()) for sample in episode.samples) for episode in episodes]
     stops = Counter(episode.stop for episode in episodes)
+    cut = [not sample.full_support for episode in episodes for sample in episode.samples]
     parts = [
         (name, value)
         for episode in judged
@@ -139,6 +140,7 @@ def group_metrics(episodes: Sequence[Episode], judged: Sequence[Episode], outcom
             "rollout/episodes": Metric(len(episodes), reduction="sum"),
             "rollout/sampled_tokens": Metric(sum(sampled), reduction="sum"),
             "rollout/length": Metric(sum(sampled), len(episodes)),
+            "rollout/cut_support": Metric(sum(cut), len(cut)),
             "rollout/dropped_groups": Metric(float(outcome.rows is None), reduction="sum"),
             **{f"rollout/stop_{stop}": Metric(stops[stop], len(episodes)) for stop in ("stop", "length", "tool_limit")},
         }
