@@ -276,7 +276,8 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
         seed=recipe.seed,
         policy=PolicyRef(),
     )
-    known = (stages.advantages(chosen, queue), stages.old_logprobs(workers))
+    old_logprobs = stages.bypass(queue) if chosen.params.get("bypass") else stages.old_logprobs(workers)
+    known = (stages.advantages(chosen, queue), old_logprobs, *stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived")))
     return Phase(
         name="train",
         steps=recipe.trainer.steps,

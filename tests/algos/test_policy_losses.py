@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.algos.composition import loss_sum
+from tandem.algos.extra_terms import kl_term
 from tandem.algos.policy_losses import ppo_clip
 from tandem.algos.supervised import negative_log_likelihood
 from tandem.algos.terms import LossInputs
 from tandem.errors import ColumnError
+
+ppo_with_kl = loss_sum(ppo_clip, kl_term)
 
 
 def inputs(ratio: list[float], advantages: list[float], mask: list[bool] | None = None, **columns: Tensor) -> LossInputs:
@@ -61,7 +65,7 @@ def test_masked_entries_reach_neither_loss_nor_gradient_nor_metrics() -> None:
         mask,
         ref_logprobs=torch.tensor([0, math.nan, -math.inf, 0]),
     )
-    results = [ppo_clip(each, dual_clip=3.0, kl_coef=0.5) for each in (clean, dirty)]
+    results = [ppo_with_kl(each, dual_clip=3.0, kl_coef=0.5) for each in (clean, dirty)]
     assert torch.equal(results[0].loss, results[1].loss)
     assert results[1].loss[1:3].tolist() == [0, 0]
     assert gradient(clean, results[0].loss) == gradient(dirty, results[1].loss)
@@ -71,12 +75,12 @@ def test_masked_entries_reach_neither_loss_nor_gradient_nor_metrics() -> None:
 def test_the_kl_term_stands_beside_the_policys() -> None:
     given = inputs([1.0, 1.0], [1.0, 1.0], ref_logprobs=torch.tensor([0.5, 0.0]))
     assert ppo_clip(given).terms.keys() == {"policy"}
-    result = ppo_clip(given, kl_coef=0.1, kl_estimator="k2")
+    result = ppo_with_kl(given, kl_coef=0.1, kl_estimator="k2")
     torch.testing.assert_close(result.terms["kl"], torch.tensor([0.1 * 0.125, 0.0]))
     torch.testing.assert_close(result.loss, torch.tensor([-1 + 0.0125, -1.0]))
     assert result.metrics["kl_ref"].value == pytest.approx(0.0625)
     with pytest.raises(ColumnError, match="ref_logprobs"):
-        ppo_clip(inputs([1.0], [1.0]), kl_coef=0.1)
+        ppo_with_kl(inputs([1.0], [1.0]), kl_coef=0.1)
 
 
 def test_low_precision_is_widened_before_differences() -> None:
@@ -101,7 +105,7 @@ def test_low_precision_is_widened_before_differences() -> None:
 )
 def test_parameters_out_of_range(params: dict[str, float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        ppo_clip(inputs([1.0], [1.0], ref_logprobs=torch.zeros(1)), **params)  # type: ignore[arg-type]
+        ppo_with_kl(inputs([1.0], [1.0], ref_logprobs=torch.zeros(1)), **params)  # type: ignore[arg-type]
 
 
 def test_supervised_loss_is_the_negative_logprob_of_counted_tokens() -> None:

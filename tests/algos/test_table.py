@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tandem.algos import table
 from tandem.algos.filters import varied_rewards
-from tandem.algos.table import ALGORITHMS, advantages, configure, keep_function, loss_ref, step_weights
+from tandem.algos.table import ALGORITHMS, advantages, configure, keep_function, loss_ref, step_columns
 from tandem.algos.terms import LossInputs, TokenLoss
 from tandem.errors import ConfigError, RegistryError
 from tandem.types import Algorithm, Metrics
@@ -60,13 +60,14 @@ def test_dynamic_sampling_is_a_parameter() -> None:
 
 def test_parameters_reach_their_functions() -> None:
     algorithm = configure("grpo", {"clip_high": 0.5, "scale": "none", "aggregation": "token-sum"})
-    assert loss_ref(algorithm).name == "ppo_clip"
+    assert loss_ref(algorithm).name == "ppo_clip+kl"
     assert loss_ref(algorithm).params.keys() == {
-        *("clip_low", "clip_high", "dual_clip", "log_ratio_clamp", "kl_coef", "kl_estimator", "kl_gradient")
+        *("clip_low", "clip_high", "dual_clip", "ratio_cap", "log_ratio_clamp", "kl_coef", "kl_estimator", "kl_gradient")
     }
     assert loss_ref(algorithm).params["clip_high"] == 0.5
     assert advantages(algorithm, torch.tensor([1.0, 0.0]), torch.tensor([4, 4])).tolist() == [0.5, -0.5]
-    assert step_weights(algorithm, torch.tensor([False, True]), torch.tensor([2])).tolist() == [0, 1]
+    rows = {"mask": torch.tensor([False, True]), "lengths": torch.tensor([2])}
+    assert step_columns(algorithm, rows)["loss_weights"].tolist() == [0, 1]
 
 
 def test_all_wrong_parameters_are_named_at_once_with_the_nearest() -> None:

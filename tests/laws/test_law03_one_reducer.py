@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tandem.algos import aggregation, terms
 from tandem.algos.aggregation import AGGREGATIONS, Aggregation
-from tandem.algos.policy_losses import ppo_clip
-from tandem.algos.table import configure, loss_ref
+from tandem.algos.table import configure, loss_function, loss_ref
 from tandem.algos.terms import LossInputs
 from tandem.data_proto import DataProto
 from tandem.train.config import TrainConfig
@@ -47,7 +46,8 @@ def _parts(batch: DataProto, draw: st.DataObject) -> list[DataProto]:
 
 def _loss(batch: DataProto, logprobs: Tensor) -> Tensor:
     columns = {name: tensor.double() for name, tensor in batch.batch.items() if name != "mask"}
-    token_loss = ppo_clip(LossInputs(logprobs, batch["mask"], batch.lengths, columns), kl_coef=0.2, log_ratio_clamp=None)
+    inputs = LossInputs(logprobs, batch["mask"], batch.lengths, columns)
+    token_loss = loss_function(GRPO.name)(inputs, kl_coef=0.2, log_ratio_clamp=None)
     return aggregation.aggregate(token_loss.loss, batch["loss_weights"], batch["mask"])
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tandem.algos import advantages, aggregation
 from tandem.algos.aggregation import AGGREGATIONS, Aggregation
-from tandem.algos.policy_losses import ppo_clip
-from tandem.algos.table import configure, loss_ref
+from tandem.algos.table import configure, loss_function, loss_ref
 from tandem.algos.terms import LossInputs
 from tandem.data_proto import DataProto
 from tandem.train.config import TrainConfig
@@ -51,7 +50,8 @@ def _policy_tokens(batch: DataProto, mode: Aggregation) -> tuple[Tensor, Tensor,
     weights = aggregation.loss_weights(batch["mask"], batch.lengths, aggregation=mode, length_constant=constant)
     logprobs = batch["logprobs"].clone().requires_grad_()
     columns = {**batch.batch, "advantages": credit}
-    loss = weights * ppo_clip(LossInputs(logprobs, batch["mask"], batch.lengths, columns), kl_coef=0.2).loss
+    inputs = LossInputs(logprobs, batch["mask"], batch.lengths, columns)
+    loss = weights * loss_function(GRPO.name)(inputs, kl_coef=0.2).loss
     loss.sum().backward()
     assert logprobs.grad is not None
     assert not bool(loss[~batch["mask"]].any())

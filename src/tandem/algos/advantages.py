@@ -9,11 +9,13 @@ Legend: B episodes, N packed tokens; R_i reward, g group of episode i, n its siz
 
 from __future__ import annotations
 
-from typing import Literal, cast
+import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tandem.algos.segments import Groups, on_tokens
 from tandem.algos.terms import keep
 from tandem.errors import NonFiniteError
 
@@ -53,25 +55,13 @@ def group_baseline(
         raise ValueError("leave_one_out describes the group's statistics and scale=batch does not use its deviation; choose one")
     if not std_eps >= 0:
         raise ValueError(f"std_eps must not be negative, got {std_eps}")
-    rewards = rewards_B.double()
-    if len(bad := torch.nonzero(~torch.isfinite(rewards))):
-        raise NonFiniteError(f"reward {float(rewards[bad[0]])} of episode {int(bad[0])} in the batch is not finite")
-    if not len(rewards):
-        return rewards.float()
-
-    _, group_B = cast("tuple[Tensor, Tensor]", torch.unique(groups_B, return_inverse=True))
-    num_groups = int(group_B.max()) + 1
-
-    def total(values: Tensor) -> Tensor:
-        """Over the group of each episode."""
-        return values.new_zeros(num_groups).index_add_(0, group_B, values)[group_B]
-
-    lowest = rewards.new_zeros(num_groups).scatter_reduce_(0, group_B, rewards, "amin", include_self=False)[group_B]
-    shifted = rewards - lowest
-    size = total(torch.ones_like(rewards))
-    mean = total(shifted) / size
+    rewards = _finite(rewards_B)
+    groups = Groups(groups_B)
+    shifted = rewards - groups.lowest(rewards)
+    size = groups.size
+    mean = groups.mean(shifted)
     centred = shifted - mean
-    squares = total(centred**2)
+    squares = groups.sum(centred**2)
     if leave_one_out:
         others = (size - 1).clamp(min=1)
         mean = mean - centred / others
@@ -90,11 +80,117 @@ def group_baseline(
             divisor = torch.where(std > 0, std + std_eps, 1.0) if leave_one_out else std + std_eps
             advantages = _divided(centred, divisor)
         case "batch":
-            spread_of_all = rewards - rewards.min()
-            squares_of_all = ((spread_of_all - spread_of_all.mean()) ** 2).sum()
+            squares_of_all = (_centred(rewards) ** 2).sum()
             advantages = _divided(centred, (squares_of_all / max(len(rewards) - ddof, 1)).sqrt() + std_eps)
-    alone = total(torch.ones_like(rewards)) == 1
-    return torch.where(alone, rewards if singleton == "reward" else 0.0, advantages).float()
+    return torch.where(groups.size == 1, rewards if singleton == "reward" else 0.0, advantages).float()
+
+
+def batch_baseline(rewards_B: Tensor) -> Tensor:
+    """A_i = R_i - mean over the whole batch: no group, no deviation (FlashREINFORCE, Hu et al.): float32 [B]."""
+    return _centred(_finite(rewards_B)).float()
+
+
+def no_baseline(rewards_B: Tensor) -> Tensor:
+    """A_i = R_i (REINFORCE, Williams 1992): float32 [B]."""
+    return _finite(rewards_B).float()
+
+
+def length_weighted_baseline(rewards_B: Tensor, groups_B: Tensor, token_counts_B: Tensor) -> Tensor:
+    """A_i = R_i - sum_g n_j R_j / sum_g n_j, the baseline of least variance under its assumptions (OPO, arXiv 2505.23585).
+
+    token_counts_B: n_i, sampled tokens of each episode. Returns float32 [B]; a group without a token or of one has 0.
+    """
+    rewards, groups, counts = _finite(rewards_B), Groups(groups_B), token_counts_B.double()
+    shifted = rewards - groups.lowest(rewards)
+    baseline = groups.sum(counts * shifted) / groups.sum(counts).clamp(min=1)
+    return torch.where(groups.size == 1, 0.0, shifted - baseline).float()
+
+
+def nonzero_scaled_baseline(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+    """A_i = B / #(R != 0) (R_i - mean_g), with B the batch's episodes (GPG, arXiv 2504.02546): float32 [B].
+
+    Without a reward other than 0 there is nothing to scale and every advantage is 0.
+    """
+    rewards, groups = _finite(rewards_B), Groups(groups_B)
+    shifted = rewards - groups.lowest(rewards)
+    scale = len(rewards) / (rewards != 0).sum().clamp(min=1)
+    return torch.where(groups.size == 1, 0.0, scale * (shifted - groups.mean(shifted))).float()
+
+
+def mean_normalized(rewards_B: Tensor, groups_B: Tensor, *, mean_eps: float = 1e-6) -> Tensor:
+    """A_i = (R_i - mean_g) / (mean_g + mean_eps), for rewards that are not negative (MaxRL, arXiv 2602.02710): float32 [B].
+
+    A group whose mean is not positive has never succeeded and gets 0; so does a group of one.
+    """
+    rewards, groups = _finite(rewards_B), Groups(groups_B)
+    shifted = rewards - groups.lowest(rewards)
+    mean = groups.mean(rewards)
+    learns = (groups.size > 1) & (mean > 0)
+    return torch.where(learns, _divided(shifted - groups.mean(shifted), mean + mean_eps), 0.0).float()
+
+
+def best_of_group(
+    rewards_B: Tensor, groups_B: Tensor, *, scale: Literal["group", "none"] = "group", std_eps: float = 1e-6
+) -> Tensor:
+    """Only the best episode of a group learns: A = (R_max - R_second) / (std_g + std_eps) (pass@k, arXiv 2503.19595): float32 [B].
+
+    std_g has ddof 1 and does not divide with scale "none". With equal bests, the first of them has R_max - R_second = 0.
+    """
+    rewards, groups = _finite(rewards_B), Groups(groups_B)
+    shifted = rewards - groups.lowest(rewards)
+    is_best = shifted == groups.highest(shifted)
+    second = groups.highest(torch.where(is_best, 0.0, shifted))
+    gap = torch.where(is_best & (groups.sum(is_best.double()) == 1), shifted - second, 0.0)
+    if scale == "group":
+        squares = groups.sum((shifted - groups.mean(shifted)) ** 2)
+        gap = _divided(gap, (squares / (groups.size - 1).clamp(min=1)).sqrt() + std_eps)
+    return torch.where(groups.size == 1, 0.0, gap).float()
+
+
+def decoupled_normalization(
+    reward_components_BK: Tensor,
+    groups_B: Tensor,
+    *,
+    reward_weights: list[float] | None = None,
+    std_eps: float = 1e-6,
+    ddof: Literal[0, 1] = 1,
+    singleton: Literal["zero", "reward"] = "zero",
+) -> Tensor:
+    """A_i = sum_k weight_k GRPO(component k)_i: each reward is normalised within the group before they are summed, so that
+    none drowns another (GDPO, arXiv 2601.05242). `whiten` follows.
+
+    reward_components_BK: [B, K]. reward_weights: one a component; None is 1 each. Returns float32 [B].
+    """
+    weights = reward_weights or [1.0] * reward_components_BK.shape[1]
+    if len(weights) != reward_components_BK.shape[1]:
+        raise ValueError(f"reward_weights has {len(weights)} entries for {reward_components_BK.shape[1]} reward components")
+    total = torch.zeros(len(groups_B), dtype=torch.float64)
+    for weight, rewards_B in zip(weights, reward_components_BK.unbind(1), strict=True):
+        total += weight * group_baseline(rewards_B, groups_B, std_eps=std_eps, ddof=ddof, singleton=singleton).double()
+    return total.float()
+
+
+def soft_mean_centred(rewards_B: Tensor, *, soft_mean_beta: float = 1.0) -> Tensor:
+    """c_i = R_i - (1 / beta) log mean exp(beta R) over the batch (online SPPO, arXiv 2405.00675): float32 [B]."""
+    rewards = _finite(rewards_B)
+    if not soft_mean_beta > 0:
+        raise ValueError(f"soft_mean_beta must be positive, got {soft_mean_beta}")
+    scaled = soft_mean_beta * rewards
+    return (rewards - (torch.logsumexp(scaled, 0) - math.log(max(len(rewards), 1))) / soft_mean_beta).float()
+
+
+def _finite(rewards_B: Tensor) -> Tensor:
+    """In float64. Raises NonFiniteError for the first that is NaN or infinite."""
+    rewards = rewards_B.double()
+    if len(bad := torch.nonzero(~torch.isfinite(rewards))):
+        raise NonFiniteError(f"reward {float(rewards[bad[0]])} of episode {int(bad[0])} in the batch is not finite")
+    return rewards
+
+
+def _centred(values: Tensor) -> Tensor:
+    """Less their mean; equal values give exactly 0."""
+    shifted = values - values.min() if len(values) else values
+    return shifted - shifted.mean()
 
 
 def _divided(centred: Tensor, divisor: Tensor) -> Tensor:
@@ -104,4 +200,4 @@ def _divided(centred: Tensor, divisor: Tensor) -> Tensor:
 
 def spread(values_B: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     """One value a row on each of its counted tokens, 0 elsewhere: [N] float32 or better."""
-    return keep(torch.repeat_interleave(values_B, lengths_B.to(values_B.device)), mask_N)
+    return keep(on_tokens(values_B, lengths_B), mask_N)

@@ -82,3 +82,12 @@ def aggregate(loss_N: Tensor, weights_N: Tensor, mask_N: Tensor) -> Tensor:
     Only counted tokens are summed, so that others do not even change the order of the sum.
     """
     return (loss_N[mask_N] * weights_N[mask_N]).sum()
+
+
+def mean_over(chosen_N: Tensor, weights_N: Tensor, *, ranks: int = 1) -> Tensor:
+    """The factor [N] that turns `weights_N` into those of a mean over the chosen tokens of the step: 1 / (#chosen weights), else 0.
+
+    For a term that is averaged over other tokens than the rest of the loss; computed from the whole step, like the weights.
+    """
+    count = (chosen_N & (weights_N != 0)).sum()
+    return torch.where(chosen_N & (weights_N != 0), ranks / (count * weights_N), 0.0)

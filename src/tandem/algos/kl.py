@@ -2,7 +2,7 @@
 
 d = logprobs - ref_logprobs (policy less reference): k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
 (Schulman, http://joschu.net/blog/kl-approx.html). An estimator whose value is unbiased need not have an unbiased
-gradient: `gradient` names what is differentiated. Adaptive coefficients are not here.
+gradient: `gradient` names what is differentiated.
 
 Legend: N packed tokens.
 """
@@ -71,3 +71,12 @@ def check_kl_in_loss(estimator: KLEstimator, gradient: KLGradient) -> None:
             f"kl_estimator={estimator} does not work inside a loss: on policy, the expected gradient of k1 is zero and that of abs "
             f"is not the KL's; use kl_estimator=k3 or k2, or kl_gradient=straight_through"
         )
+
+
+def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: int, num_steps: int) -> float:
+    """The next coefficient, coef (1 + clip(kl / target - 1, -0.2, 0.2) num_steps / horizon) (Ziegler et al., arXiv 1909.08593).
+
+    kl: measured over the last num_steps episodes. horizon: episodes over which the coefficient may change by a fifth.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_steps / horizon)

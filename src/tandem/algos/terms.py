@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,9 +41,16 @@ class LossInputs:
 
     def token(self, name: str) -> Tensor:
         """Token column `name` in float32 or better, 0 where masked. Raises ColumnError if the batch lacks it."""
+        return keep(self._column(name), self.mask)
+
+    def row(self, name: str) -> Tensor:
+        """Row column `name`, [B], on each counted token of its row, [N]. Raises ColumnError if the batch lacks it."""
+        return keep(torch.repeat_interleave(self._column(name), self.lengths), self.mask)
+
+    def _column(self, name: str) -> Tensor:
         if name not in self.columns:
             raise ColumnError(f"the loss reads column {name!r} and the batch has {sorted(self.columns)}")
-        return keep(self.columns[name], self.mask)
+        return self.columns[name]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +66,19 @@ class TokenLoss:
 
 
 LossFunction = Callable[..., TokenLoss]
+TermScope = Literal["token", "row"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def whole_rows(function: _Function) -> _Function:
+    """Marks a loss or correction that treats a row as one action: nothing may choose among the row's tokens."""
+    function.__dict__["term_scope"] = "row"
+    return function
+
+
+def scope_of(function: Callable[..., Any]) -> TermScope:
+    """What is marked `whole_rows` has scope "row", all else "token"."""
+    return getattr(function, "term_scope", "token")
 
 
 def keep(values_N: Tensor, mask_N: Tensor) -> Tensor:

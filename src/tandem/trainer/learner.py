@@ -45,17 +45,17 @@ class PolicyWorker:
     @register(Dispatch.RANK_ZERO, Collect.FIRST)
     async def weigh(self, batch: BatchRef) -> Metrics:
         """Writes `loss_weights` for these rows, which are one optimiser step. Raises EmptyBatchError where none counts."""
-        rows = await self._queue.get(batch.keys, frozenset({"mask"}))
-        weights_N = table.step_weights(self._algorithm, rows["mask"], rows.lengths)
-        if not bool((weights_N != 0).any()):
+        rows = await self._queue.get(batch.keys, table.step_needs(self._algorithm))
+        columns = table.step_columns(self._algorithm, {**rows.batch, "lengths": rows.lengths})
+        if not bool((columns["loss_weights"] != 0).any()):
             raise EmptyBatchError(f"every loss weight of the {len(rows)} rows is zero: there is nothing to train on")
-        await self._queue.write(DataProto.make(rows.keys, rows.lengths, token={"loss_weights": weights_N}))
+        await self._queue.write(DataProto.make(rows.keys, rows.lengths, token=columns))
         return Metrics.sum({"train/tokens": int(rows["mask"].sum())})
 
     @register(Dispatch.SPLIT, Collect.SUM)
     async def update(self, batch: BatchRef) -> Metrics:
         """One optimiser step on these rows."""
-        rows = await self._queue.get(batch.keys, self._algorithm.needs | _PASS | {"loss_weights"})
+        rows = await self._queue.get(batch.keys, self._algorithm.needs | _PASS | table.step_gives(self._algorithm))
         metrics, _ = self.engine.forward_backward(rows, self._loss)
         crash_point("update.before_step")
         metrics += self.engine.step()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
+import numpy as np
 import torch
 
 from tandem.algos import table
-from tandem.algos.advantages import spread
+from tandem.algos.segments import row_counts, row_max
 from tandem.data_proto import DataProto
 from tandem.ports import TransferQueue, WorkerGroup
 from tandem.trainer.learner import PolicyWorker
@@ -38,11 +40,14 @@ def on_rows(
 
 
 def advantages(algorithm: Algorithm, queue: TransferQueue) -> BatchStage:
-    """Column `advantages` (float32 [N]) by the algorithm's estimator. Scope: the batch, since some scale by all of it."""
+    """Column `advantages` (float32 [N]) by the algorithm's estimator, and `returns` from one of tokens.
+
+    Scope: the batch, since some scale by all of it.
+    """
     return on_rows(
         "advantages",
-        needs=frozenset({"rewards", "mask"}),
-        gives=frozenset({"advantages"}),
+        needs=table.credit_needs(algorithm),
+        gives=table.credit_gives(algorithm),
         function=lambda rows: episode_advantages(rows, algorithm),
         queue=queue,
         scope="batch",
@@ -59,14 +64,58 @@ def episode_advantages(rows: DataProto, algorithm: Algorithm) -> tuple[DataProto
         first.setdefault(key.place, i)
     places = {place: e for e, place in enumerate(first)}
     groups = {group: g for g, group in enumerate(dict.fromkeys(place.group for place in places))}
-    rewards_E = rows["rewards"][list(first.values())]
     groups_E = torch.tensor([groups[place.group] for place in places])
-    advantages_E = table.advantages(algorithm, rewards_E, groups_E)
-    advantages_B = advantages_E[[places[key.place] for key in rows.keys]]
-    moved = torch.zeros(len(groups)).index_add_(0, groups_E, advantages_E.abs()) > 0
-    metrics = Metrics.mean({"train/advantage_abs": advantages_E.abs().mean().item()}, len(places))
+    episode_B = torch.tensor([places[key.place] for key in rows.keys])
+    counts_B = row_counts(rows["mask"], rows.lengths)
+    of_rows = {**rows.batch, "lengths": rows.lengths, "groups": groups_E[episode_B]}
+    of_episodes = {name: column[list(first.values())] for name, column in rows.batch.items() if name not in rows.token_level}
+    of_episodes |= {"groups": groups_E, "token_counts": counts_B.new_zeros(len(places)).index_add(0, episode_B, counts_B)}
+    columns = table.credit(algorithm, of_rows, of_episodes, episode_B)
+    size_B = row_max(columns["advantages"].abs(), rows["mask"], rows.lengths)
+    size_E = size_B.new_zeros(len(places)).scatter_reduce(0, episode_B, size_B, "amax", include_self=False)
+    moved = size_E.new_zeros(len(groups)).index_add(0, groups_E, size_E) > 0
+    metrics = Metrics.mean({"train/advantage_abs": size_E.mean().item()}, len(places))
     metrics += Metrics.mean({"train/groups_without_advantage": 1 - moved.float().mean().item()}, len(groups))
-    return rows.with_columns(token={"advantages": spread(advantages_B, rows["mask"], rows.lengths)}), metrics
+    return rows.with_columns(token={name: column.float() for name, column in columns.items()}), metrics
+
+
+def derived(algorithm: Algorithm, queue: TransferQueue, *, seed: int) -> tuple[BatchStage, ...]:
+    """A stage for each column that the algorithm derives from a whole batch: `correction`, `token_rewards`, ...
+
+    seed: of the random numbers of Clip-Cov's draw, which depend on it, a row's key and a token's place alone.
+    """
+
+    def stage(column: str, needs: frozenset[str]) -> BatchStage:
+        def function(rows: DataProto) -> tuple[DataProto, Metrics]:
+            known = {**rows.batch, "lengths": rows.lengths}
+            if "uniforms" in needs:
+                known["uniforms"] = _uniforms(rows, seed)
+            values, metrics = table.derive(algorithm, column, known)
+            return rows.with_columns(token={column: values.float()}), metrics.prefixed("train")
+
+        return on_rows(column, needs - {"uniforms"}, frozenset({column}), function, queue, "batch")
+
+    return tuple(stage(column, needs) for column, needs in table.derived_columns(algorithm).items())
+
+
+def _uniforms(rows: DataProto, seed: int) -> torch.Tensor:
+    """A number in [0, 1) for each token, [N]."""
+    keys = [(key.ordinal, key.member, key.branch) for key in rows.keys]
+    lengths = cast("list[int]", rows.lengths.tolist())
+    drawn = [np.random.Generator(np.random.Philox([seed, *key])).random(n) for key, n in zip(keys, lengths, strict=True)]
+    return torch.as_tensor(np.concatenate(drawn))
+
+
+def bypass(queue: TransferQueue) -> BatchStage:
+    """Column `old_logprobs` without a pass of the trainer: the sampler's own, so that the loss corrects the whole mismatch."""
+    return on_rows(
+        "bypass",
+        needs=frozenset({"rollout_logprobs"}),
+        gives=frozenset({"old_logprobs"}),
+        function=lambda rows: (rows.with_columns(token={"old_logprobs": rows["rollout_logprobs"]}), Metrics()),
+        queue=queue,
+        scope="row",
+    )
 
 
 def old_logprobs(policy: WorkerGroup) -> BatchStage:

@@ -1,0 +1,111 @@
+"""Losses on pairs: policies and reward models learn which of two responses is better. One loss a pair; their mean is the loss.
+
+Legend: P pairs; column 0 is the chosen response and column 1 the rejected one; d_c, d_r their logprobs less the
+reference's, summed over the response; h = d_c - d_r; ls = log sigmoid.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
+
+from tandem.algos.ratios import check
+
+
+class PairLoss(NamedTuple):
+    """loss: [P], with gradient. rewards: [P, 2], what the policy implicitly (or the model openly) gives to each response."""
+
+    loss: Tensor
+    rewards: Tensor
+
+    @property
+    def accuracy(self) -> Tensor:
+        """The share of pairs whose chosen response has the higher reward."""
+        return (self.rewards[:, 0] > self.rewards[:, 1]).double().mean()
+
+
+def preference_loss(
+    logprobs_P2: Tensor,
+    ref_logprobs_P2: Tensor,
+    lengths_P2: Tensor | None = None,
+    *,
+    preference: Literal["sigmoid", "robust", "ipo", "hinge", "sppo_hard"] = "sigmoid",
+    preference_beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> PairLoss:
+    """sigmoid: (1 - e)(-ls(beta h)) + e(-ls(-beta h)), DPO (arXiv 2305.18290), and with e = label_smoothing > 0 cDPO.
+
+    robust: ((1 - e)(-ls(beta h)) - e(-ls(-beta h))) / (1 - 2 e) (arXiv 2403.00409). ipo: (h - 1 / (2 beta))^2 (2310.12036).
+    hinge: max(0, 1 - beta h). sppo_hard: (d_c - 1 / (2 beta))^2 + (d_r + 1 / (2 beta))^2 (2405.00675).
+
+    Args:
+        logprobs_P2: [P, 2] summed over each response, with gradient.
+        ref_logprobs_P2: the reference's.
+        lengths_P2: tokens of each response; with them IPO takes means instead of sums (TRL, AReaL). For ipo only.
+        preference_beta: beta.
+        label_smoothing: e, the share of labels that are wrong; in [0, 0.5), for sigmoid and robust.
+    """
+    check(preference_beta > 0, f"preference_beta must be positive, got {preference_beta}")
+    check(0 <= label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
+    check(not label_smoothing or preference in ("sigmoid", "robust"), f"preference={preference} has no label_smoothing")
+    check(lengths_P2 is None or preference == "ipo", f"preference={preference} sums over a response: leave its lengths out")
+    gain_P2 = logprobs_P2 - ref_logprobs_P2
+    rewards = preference_beta * gain_P2.detach()
+    if lengths_P2 is not None:
+        gain_P2 = gain_P2 / lengths_P2
+    chosen, rejected = gain_P2.unbind(1)
+    h, middle = chosen - rejected, 1 / (2 * preference_beta)
+    right, wrong = -logsigmoid(preference_beta * h), -logsigmoid(-preference_beta * h)
+    match preference:
+        case "sigmoid":
+            loss = (1 - label_smoothing) * right + label_smoothing * wrong
+        case "robust":
+            loss = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+        case "ipo":
+            loss = (h - middle) ** 2
+        case "hinge":
+            loss = (1 - preference_beta * h).clamp(min=0)
+        case "sppo_hard":
+            loss = (chosen - middle) ** 2 + (rejected + middle) ** 2
+    return PairLoss(loss, rewards)
+
+
+def reward_model_loss(scores_P2: Tensor, margin_P: Tensor | None = None, *, centre_coef: float = 0.0) -> PairLoss:
+    """-ls(s_c - s_r - margin) + centre_coef (s_c + s_r)^2 (Bradley-Terry; margin: Llama 2, arXiv 2307.09288).
+
+    It is also log(1 + exp(s_r - s_c)), computed without overflow.
+    """
+    chosen, rejected = scores_P2.unbind(1)
+    gap = chosen - rejected if margin_P is None else chosen - rejected - margin_P
+    return PairLoss(softplus(-gap) + centre_coef * (chosen + rejected) ** 2, scores_P2.detach())
+
+
+def implicit_reward_loss(implicit_q_B: Tensor, correct_B: Tensor, *, implicit_beta: float = 0.05) -> Tensor:
+    """Binary cross-entropy of sigmoid(implicit_beta sum_t q_t) with the outcome: [B] (implicit PRM, arXiv 2412.01981).
+
+    implicit_q_B: the sum over a row of log pi_model - log pi_ref, with gradient. correct_B: 1 where the outcome is right, else 0.
+    """
+    logit = implicit_beta * implicit_q_B
+    return softplus(logit) - correct_B * logit
+
+
+def implicit_reward_accuracy(implicit_q_B: Tensor, correct_B: Tensor, groups_B: Tensor) -> tuple[Tensor, Tensor]:
+    """How well sum_t q_t tells right rows from wrong ones (PRIME's dpo_accuracy and dpo_abs_accuracy).
+
+    The first: over groups with both outcomes, the share of (right, wrong) pairs in which the right row has the higher sum,
+    weighed by the rows of the group. The second: the share of rows whose sign is that of their outcome.
+    """
+    right = correct_B > 0
+    same_BB = groups_B[:, None] == groups_B
+    pairs_BB = same_BB & right[:, None] & ~right
+    ordered_BB = (implicit_q_B[:, None] > implicit_q_B) & pairs_BB
+    pairs_B, ordered_B = (
+        torch.stack([(table & same_BB[i][:, None]).sum() for i in range(len(right))]) for table in (pairs_BB, ordered_BB)
+    )
+    has_pairs = pairs_B > 0
+    accuracy = (ordered_B[has_pairs] / pairs_B[has_pairs]).double().mean() if bool(has_pairs.any()) else torch.tensor(torch.nan)
+    absolute = ((implicit_q_B > 0) == right).double().mean()
+    return accuracy, absolute

@@ -1,0 +1,223 @@
+"""Credit token by token: rewards placed on tokens, returns, critics, whitening. What it gives is a column, without gradient.
+
+Masked tokens (observations, padding) are stepped over everywhere: they neither discount nor carry a reward. Statistics
+are those of all rows given, which are a whole batch and never a part of one.
+
+Legend: B rows, N packed tokens; r token rewards, V values, G returns, m mask, n_i counted tokens of row i.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.algos.kl import KLEstimator, kl_divergence
+from tandem.algos.segments import (
+    Groups,
+    discounted_sums,
+    last_counted,
+    next_in_row,
+    on_tokens,
+    row_counts,
+    row_mean,
+)
+from tandem.algos.terms import keep
+
+
+class Credit(NamedTuple):
+    """advantages: [N], 0 where masked. returns: [N], what a critic learns from, 0 where masked."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def token_rewards(
+    rewards_B: Tensor,
+    mask_N: Tensor,
+    lengths_B: Tensor,
+    old_logprobs_N: Tensor | None = None,
+    ref_logprobs_N: Tensor | None = None,
+    *,
+    reward_kl_coef: float = 0.0,
+    reward_kl_estimator: KLEstimator = "k1",
+) -> Tensor:
+    """r_t = R_i [t is the last counted token of row i] - reward_kl_coef k(old, ref)_t: [N], 0 where masked.
+
+    KL in the reward (InstructGPT, arXiv 2203.02155): the penalty is earned token by token.
+    """
+    rewards_N = keep(on_tokens(rewards_B, lengths_B), last_counted(mask_N, lengths_B))
+    if not reward_kl_coef:
+        return rewards_N
+    assert old_logprobs_N is not None, "a KL penalty needs old_logprobs"
+    assert ref_logprobs_N is not None, "a KL penalty needs ref_logprobs"
+    old, ref = keep(old_logprobs_N, mask_N), keep(ref_logprobs_N, mask_N)
+    return keep(rewards_N - reward_kl_coef * kl_divergence(old, ref, estimator=reward_kl_estimator), mask_N)
+
+
+def discounted_returns(token_rewards_N: Tensor, mask_N: Tensor, lengths_B: Tensor, *, gamma: float = 1.0) -> Credit:
+    """A_t = G_t = r_t + gamma G_(next counted t): REINFORCE, and with `whiten` REINFORCE++ (arXiv 2501.03262)."""
+    returns = discounted_sums(token_rewards_N, mask_N, lengths_B, _unit(gamma, "gamma"))
+    return Credit(returns, returns)
+
+
+def greedy_baseline(token_rewards_N: Tensor, reward_baselines_B: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Credit:
+    """A_t = G_t - R_greedy, with gamma 1 (ReMax, arXiv 2310.10505).
+
+    reward_baselines_B: [B], the reward of the greedy answer to each row's prompt.
+    """
+    returns = discounted_sums(token_rewards_N, mask_N, lengths_B, 1.0)
+    return Credit(keep(returns - on_tokens(reward_baselines_B, lengths_B), mask_N), returns)
+
+
+def gae(
+    token_rewards_N: Tensor, values_N: Tensor, mask_N: Tensor, lengths_B: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+) -> Credit:
+    """delta_t = r_t + gamma V_next - V_t; A_t = delta_t + gamma lam A_next; G = A + V (GAE, arXiv 1506.02438, equation 16).
+
+    "next" is the next counted token of the row; behind the last one V and A are 0.
+    """
+    advantages = _gae(token_rewards_N, values_N, mask_N, lengths_B, gamma, _unit(lam, "lam"))
+    return Credit(advantages, keep(advantages + values_N, mask_N))
+
+
+def decoupled_gae(
+    token_rewards_N: Tensor,
+    values_N: Tensor,
+    mask_N: Tensor,
+    lengths_B: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam_value: float = 1.0,
+    lam_policy: float | None = None,
+    length_adaptive_alpha: float = 0.05,
+) -> Credit:
+    """GAE with one lambda for the critic's returns and one for the policy (VAPO, arXiv 2504.05118).
+
+    lam_policy None is the length-adaptive 1 - 1 / (length_adaptive_alpha n_i), clamped to [0, 1], a row each.
+    """
+    if not length_adaptive_alpha > 0:
+        raise ValueError(f"length_adaptive_alpha must be positive, got {length_adaptive_alpha}")
+    returns = gae(token_rewards_N, values_N, mask_N, lengths_B, gamma=gamma, lam=lam_value).returns
+    if lam_policy is None:
+        counts_B = row_counts(mask_N, lengths_B).clamp(min=1).to(returns.dtype)
+        policy: float | Tensor = (1 - 1 / (length_adaptive_alpha * counts_B)).clamp(0, 1)
+    else:
+        policy = _unit(lam_policy, "lam_policy")
+    return Credit(_gae(token_rewards_N, values_N, mask_N, lengths_B, gamma, policy), returns)
+
+
+def _gae(token_rewards_N: Tensor, values_N: Tensor, mask_N: Tensor, lengths_B: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
+    values = keep(values_N, mask_N)
+    delta = keep(token_rewards_N, mask_N) + _unit(gamma, "gamma") * next_in_row(values, mask_N, lengths_B) - values
+    return discounted_sums(delta, mask_N, lengths_B, gamma * lam)
+
+
+def process_and_outcome(
+    process_rewards_N: Tensor,
+    rewards_B: Tensor,
+    groups_B: Tensor,
+    mask_N: Tensor,
+    lengths_B: Tensor,
+    *,
+    process_coef: float = 5.0,
+    outcome_coef: float = 5.0,
+) -> Credit:
+    """Leave-one-out over rows for a dense process reward and for the outcome, summed (PRIME, arXiv 2502.01456).
+
+    For each source r with mask s (the process on counted tokens, the outcome on a row's last one), n rows in group g:
+    mu_i = mean_s r, b_g = sum_(j in g) mu_j / (n - 1), v_t = coef (r_t n / (n - 1) - b_g) where s; A_t = G_t = sum_(k >= t) v_k.
+    `whiten` follows. A row without companions has no baseline and gets 0.
+    """
+    groups = Groups(groups_B)
+    others = (groups.size - 1).clamp(min=1)
+    last_N = last_counted(mask_N, lengths_B)
+    total = torch.zeros_like(keep(process_rewards_N, mask_N))
+    sources = (
+        (process_coef, process_rewards_N, mask_N),
+        (outcome_coef, on_tokens(rewards_B, lengths_B), last_N),
+    )
+    for coef, source_N, where_N in sources:
+        mean_B = row_mean(source_N, where_N, lengths_B)
+        baseline_B = groups.sum(mean_B) / others.to(mean_B.dtype)
+        scale_B = (groups.size / others).to(mean_B.dtype)
+        value_N = coef * (keep(source_N, where_N) * on_tokens(scale_B, lengths_B) - on_tokens(baseline_B, lengths_B))
+        total = total + keep(value_N, where_N & on_tokens(groups.size > 1, lengths_B))
+    returns = discounted_sums(total, mask_N, lengths_B, 1.0)
+    return Credit(returns, returns)
+
+
+def optimal_token_baseline(
+    token_rewards_N: Tensor,
+    old_logprobs_N: Tensor,
+    sum_pi_squared_N: Tensor,
+    groups_B: Tensor,
+    mask_N: Tensor,
+    lengths_B: Tensor,
+    *,
+    baseline_eps: float = 1e-8,
+) -> Credit:
+    """A_t = G_t - B_t, B_t = sum_(j in g) G_j W_j / (sum_(j in g) W_j + baseline_eps) at the same position (verl's OTB).
+
+    W_t is the sum over k <= t of 1 - 2 exp(old_k) + sum_pi_squared_k, the squared length of the score so far, over
+    the rows that reach the position. Positions that only the longest row of a group reaches have B = 0.
+
+    sum_pi_squared_N: [N], sum over the vocabulary of the policy's squared probabilities at each token.
+    """
+    counts_B = row_counts(mask_N, lengths_B)
+    returns = discounted_sums(token_rewards_N, mask_N, lengths_B, 1.0)
+    step_M = (1 - 2 * keep(old_logprobs_N, mask_N).exp() + keep(sum_pi_squared_N, mask_N))[mask_N]
+    # The baseline couples rows at equal positions, so this one goes through [B, T].
+    width = int(counts_B.max()) if len(counts_B) else 0
+    inside_BT = torch.arange(width, device=mask_N.device) < counts_B[:, None]
+    returns_BT = returns.new_zeros(inside_BT.shape).masked_scatter(inside_BT, returns[mask_N])
+    weight_BT = step_M.new_zeros(inside_BT.shape).masked_scatter(inside_BT, step_M).cumsum(1) * inside_BT
+    groups = Groups(groups_B)
+    members_BB = groups.index[:, None] == groups.index
+    share_BB = members_BB.to(returns.dtype)
+    baseline_BT = share_BB @ (returns_BT * weight_BT) / (share_BB @ weight_BT + baseline_eps)
+    reached_BT = share_BB @ inside_BT.to(returns.dtype) > 1
+    baseline_N = torch.zeros_like(returns).masked_scatter(mask_N, torch.where(reached_BT, baseline_BT, 0.0)[inside_BT])
+    return Credit(keep(returns - baseline_N, mask_N), returns)
+
+
+def reverse_kl(
+    advantages_N: Tensor, old_logprobs_N: Tensor, teacher_logprobs_N: Tensor, mask_N: Tensor, *, distillation_coef: float = 1.0
+) -> Tensor:
+    """A_t - distillation_coef (old_t - teacher_t): distillation on top of a reward (MOPD, arXiv 2601.02780)."""
+    return keep(advantages_N, mask_N) - distillation_coef * keep(old_logprobs_N - teacher_logprobs_N, mask_N)
+
+
+def teacher_advantage(
+    old_logprobs_N: Tensor, teacher_logprobs_N: Tensor, mask_N: Tensor, *, advantage_clamp: float | None = None
+) -> Tensor:
+    """A_t = teacher_t - old_t, the reverse KL per token with gamma 0 (Thinking Machines, On-Policy Distillation, 2025).
+
+    advantage_clamp: bounds it on either side; None is off.
+    """
+    advantages = keep(teacher_logprobs_N - old_logprobs_N, mask_N).detach()
+    return advantages if advantage_clamp is None else advantages.clamp(-advantage_clamp, advantage_clamp)
+
+
+def whiten(
+    advantages_N: Tensor, mask_N: Tensor, *, whiten_ddof: Literal[0, 1] = 1, whiten_eps: float = 1e-8, whiten_std: bool = True
+) -> Tensor:
+    """(A - mean) / sqrt(var + whiten_eps) over all counted tokens of the batch: [N], 0 where masked.
+
+    whiten_ddof: the variance's denominator is the count less this. whiten_std: False subtracts the mean only.
+    Computed in float64. Equal values give 0; a single token has no variance and gives 0 too.
+    """
+    values = keep(advantages_N, mask_N)
+    centred_M = values[mask_N].double()
+    centred_M = centred_M - centred_M.mean() if len(centred_M) else centred_M
+    if whiten_std:
+        variance = (centred_M**2).sum() / max(len(centred_M) - whiten_ddof, 1)
+        centred_M = centred_M / (variance + whiten_eps).sqrt()
+    return torch.zeros_like(values).masked_scatter(mask_N, centred_M.to(values.dtype))
+
+
+def _unit(value: float, name: str) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be in [0, 1], got {value}")
+    return value

@@ -1,0 +1,54 @@
+"""Rewards before they become advantages, and which rows to draw: per episode, without tokens.
+
+Legend: B episodes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def overlong_penalty(
+    rewards_B: Tensor, response_lengths_B: Tensor, *, max_len: int, buffer_len: int, penalty_factor: float = 1.0
+) -> Tensor:
+    """R_i - penalty_factor min(max(len_i - (max_len - buffer_len), 0), buffer_len) / buffer_len.
+
+    DAPO, arXiv 2503.14476, section 3.4. response_lengths_B counts sampled tokens.
+    Raises ValueError for a buffer that is not in (0, max_len].
+    """
+    if not 0 < buffer_len <= max_len:
+        raise ValueError(f"buffer_len must be in (0, max_len={max_len}], got {buffer_len}")
+    over_B = (response_lengths_B - (max_len - buffer_len)).clamp(0, buffer_len).to(rewards_B.dtype)
+    return rewards_B - penalty_factor * over_B / buffer_len
+
+
+def stop_properly(rewards_B: Tensor, truncated_B: Tensor, *, coef: float) -> Tensor:
+    """What an episode that ran out of tokens earns: coef R_i, or coef itself where coef is negative (ProRL, arXiv 2505.24864)."""
+    return torch.where(truncated_B.bool(), rewards_B * coef if coef >= 0 else torch.full_like(rewards_B, coef), rewards_B)
+
+
+def resampling_weights(
+    scores_B: Tensor, *, method: Literal["pow", "max_min", "max_random"] = "pow", weight_pow: float = 2.0
+) -> Tensor:
+    """How likely a row is to be drawn again, up to a constant: [B] (PF-PPO, arXiv 2409.06957).
+
+    pow |s|^weight_pow; max_min 1 for the batch's highest and lowest score and 0 else; max_random 0.4 for the highest and 0.1 else;
+    plus 1e-8, so that no row is impossible. scores_B: s, the sum of a row's token scores.
+    """
+    highest, lowest = scores_B.max(), scores_B.min()
+    match method:
+        case "pow":
+            weights = scores_B.abs() ** weight_pow
+        case "max_min":
+            weights = ((scores_B == highest) | (scores_B == lowest)).to(scores_B.dtype)
+        case "max_random":
+            weights = torch.where(scores_B == highest, 0.4, 0.1).to(scores_B.dtype)
+    return weights + 1e-8
+
+
+def resampling_probabilities(weights_B: Tensor) -> Tensor:
+    """[B], summing to 1."""
+    return weights_B / weights_B.sum()
