@@ -85,6 +85,24 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resol
     return read
 
 
+@dataclass(frozen=True)
+class Source:
+    path: str | None = None
+    limit: int = 0
+
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ValueError(f"limit must not be negative, got {self.limit}")
+        if self.path is None:
+            raise ValueError("give a path")
+
+
+@dataclass(frozen=True)
+class Sources:
+    train: Source
+    source: Source
+
+
 def problems(read: Callable[..., Resolved[Recipe]], text: str, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         read(text, *overrides)
@@ -252,6 +270,8 @@ def test_every_problem_at_once(read: Callable[..., Resolved[Recipe]]) -> None:
             MINIMAL + "name: !!python/object:os.system 3\n",
             "r.yaml:2: tag:yaml.org,2002:python/object:os.system '3' is not understood",
         ),
+        ("a: " + "[" * 2000 + "]" * 2000, "r.yaml: not YAML: its lists and sections are nested too deeply"),
+        (MINIMAL + "seed: " + "9" * 5000, "r.yaml:2: the integer 999999999999... has more than 4300 digits"),
         (MINIMAL + "name: !!int x\n", "r.yaml:2: tag:yaml.org,2002:int 'x' is not understood"),
         (MINIMAL + "algorithm: {params: {name: x}}\n", "r.yaml:2: algorithm.name is a key of its own; take it out of"),
         (MINIMAL + "algorithm: {params: 3}\n", "r.yaml:2: algorithm: expected a mapping, got 3 (an integer)"),
@@ -295,6 +315,15 @@ def test_files_that_cannot_be_read_do_not_hide_the_overrides(tmp_path: Path) -> 
         assert len(lines) == 3
         assert reason in lines[0]
         assert "did you mean 'train'?" in lines[2]
+
+
+def test_a_file_that_cannot_be_read_is_the_only_problem(tmp_path: Path) -> None:
+    """A check of a section that the file may have satisfied is not failed by nothing at all."""
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "none.yaml", ["source.path=x"], Sources)
+    assert str(caught.value).splitlines()[1:] == [f"  {tmp_path / 'none.yaml'}: cannot be read: No such file or directory"]
+    with pytest.raises(ConfigError, match="limit must not be negative"):
+        load(tmp_path / "none.yaml", ["source.limit=-1"], Sources)
 
 
 def test_an_empty_file_is_an_empty_recipe(read: Callable[..., Resolved[Recipe]]) -> None:

@@ -89,6 +89,8 @@ def test_threads_and_fingerprint() -> None:
     assert set(fingerprint()) == {"tandem", "python", "torch", "numpy", "isa", "threads"}
     with pytest.raises(DeviceError, match="threads=-1 is negative"):
         configure_threads(-1)
+    with pytest.raises(DeviceError, match="threads=100000 is above 1024; use the number of cores"):
+        configure_threads(100_000)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -21,6 +21,7 @@ from tandem.errors import DeviceError
 
 Kind = Literal["cpu", "cuda", "npu"]
 
+_MAX_THREADS = 1024  # OpenMP ends the process where it cannot start as many threads as it is told
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COLLECTIVES: dict[Kind, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -113,6 +114,8 @@ def configure_threads(count: int = 0) -> int:
     """Sets how many threads one CPU operation may use (0 keeps torch's own choice); returns the number in force."""
     if count < 0:
         raise DeviceError(f"threads={count} is negative; use 0 for torch's own choice, or the number of cores to use")
+    if count > _MAX_THREADS:
+        raise DeviceError(f"threads={count} is above {_MAX_THREADS}; use the number of cores, here {os.cpu_count()}")
     if count:
         torch.set_num_threads(count)
     return torch.get_num_threads()

@@ -113,7 +113,7 @@ class Builder:
             except ValueError as error:
                 words = re.findall(r"\w+", str(error))
                 blamed = next((word for word in words if word in written), None)
-                if suspects.intersection(words) or (blamed is None and suspects):
+                if suspects.intersection(words) or (blamed is None and (suspects or not self._complete)):
                     break
                 message = " ".join(str(error).split())
                 self.problems.append(f"{written.get(blamed or '', position)}: {path + ': ' if path else ''}{message}")

@@ -16,6 +16,8 @@ import yaml
 
 Origin: TypeAlias = str
 
+_MAX_DIGITS = 4300  # of an integer: Python reads no longer ones
+
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -129,7 +131,10 @@ def to_line(value: Any) -> str:
 
 
 def _compose(text: str) -> yaml.Node | None:
-    return cast("yaml.Node | None", yaml.compose(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
+    try:
+        return cast("yaml.Node | None", yaml.compose(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
+    except RecursionError:
+        raise yaml.YAMLError("its lists and sections are nested too deeply") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +171,11 @@ class _Reader:
     def _scalar(self, node: yaml.Node, origin: Origin) -> Any:
         name = str(node.tag).removeprefix(_TAG)
         if name in _SCALARS and re.fullmatch(_SCALARS[name][0], node.value):
-            return _SCALARS[name][1](node.value)
+            text: str = node.value
+            if name == "int" and len(text) > _MAX_DIGITS:
+                text = text[:12]
+                self.problems.append(f"{origin}: the integer {text}... has more than {_MAX_DIGITS} digits")
+            return _SCALARS[name][1](text)
         if name != "str":
             self.problems.append(f"{origin}: {node.tag} {node.value!r} is not understood; write the value without a tag")
         return node.value
