@@ -203,6 +203,26 @@ def config(recipe: Path, overrides: tuple[str, ...]) -> None:
     click.echo("\n".join(explain(_load(recipe, overrides))))
 
 
+@tandem.command()
+@click.argument("name", required=False)
+@_debug_option
+def algos(name: str | None) -> None:
+    """List the algorithms, or explain one.
+
+    NAME is that of an algorithm or of a correction: then its formula, its parameters with their defaults, the settings of
+    other frameworks, and when to choose it.
+
+    \b
+    Examples:
+      tandem algos
+      tandem algos gspo
+      tandem algos icepop
+    """
+    from tandem.algos import describe
+
+    click.echo("\n".join(describe.listing() if name is None else describe.description(name)))
+
+
 def _load(path: Path, overrides: Sequence[str]) -> Resolved[Recipe]:
     from tandem.recipe import load_recipe
 

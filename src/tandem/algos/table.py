@@ -289,7 +289,7 @@ def configure(name: str, params: Mapping[str, Json] | None = None) -> Algorithm:
     row = _complete(found)
     given = dict(params or {})
     keep = given.pop("keep", row.keep)
-    types = _types(row)
+    types = parameter_types(row)
     problems = _misfits(f"algorithm {row.name}", given, types)
     if keep is not None and (row.advantage is None or not isinstance(keep, str)):
         problems.append(f"algorithm parameter keep={keep!r}: {row.name} takes the name of a group filter only if it has groups")
@@ -339,7 +339,7 @@ def _correction_misfits(row: Algorithm, params: Mapping[str, Json]) -> list[str]
     return problems
 
 
-def _functions(row: Algorithm) -> list[Callable[..., Any]]:
+def functions_of(row: Algorithm) -> list[Callable[..., Any]]:
     """All whose parameters are the row's."""
     found: list[Callable[..., Any]] = [loss_function(row.loss)]
     columns = row.needs
@@ -349,12 +349,12 @@ def _functions(row: Algorithm) -> list[Callable[..., Any]]:
     return found + [_derived(name) for name in sorted(columns & DERIVED.keys())]
 
 
-def _types(row: Algorithm) -> dict[str, Any]:
+def parameter_types(row: Algorithm) -> dict[str, Any]:
     """The type of each parameter; a name that two functions share means the same to both."""
     types = {name: types_of(loss_weights)[name] for name in _AGGREGATION}
     if row.advantage is not None:
         types |= _POLICY_TYPES
-    for function in _functions(row):
+    for function in functions_of(row):
         types |= types_of(function)
     return types
 
@@ -362,7 +362,7 @@ def _types(row: Algorithm) -> dict[str, Any]:
 def _complete(row: Algorithm) -> Algorithm:
     """The row with its functions' defaults for the parameters that it does not set."""
     declared = {name: parameters_of(loss_weights)[name] for name in _AGGREGATION}
-    for function in _functions(row):
+    for function in functions_of(row):
         declared |= parameters_of(function)
     defaults = {name: each.default for name, each in declared.items() if each.default is not inspect.Parameter.empty}
     policy = _POLICY_DEFAULTS if row.advantage is not None else {}
