@@ -108,5 +108,18 @@ def outcome(directory: Path) -> dict[str, Any]:
     }
 
 
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Fails with the first difference of two outcomes, in a line: a whole one is too long to read, and to compare word by word."""
+    for name, wanted in expected.items():
+        if found[name] == wanted:
+            continue
+        if isinstance(wanted, list):
+            assert len(found[name]) == len(wanted), f"{len(found[name])} {name} where there should be {len(wanted)}"
+            pairs = zip(found[name], wanted, strict=True)
+            first = next((i, str(a)[:500], str(b)[:500]) for i, (a, b) in enumerate(pairs) if a != b)
+            raise AssertionError(f"{name}, number {first[0]}:\n{first[1]}\nwhere there should be\n{first[2]}")
+        raise AssertionError(f"{name}: {found[name]} where there should be {wanted}")
+
+
 def _timeless(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if "time" not in name and name != "publish/changed"}

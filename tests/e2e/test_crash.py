@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tandem
-from tests.e2e.runs import forked, outcome, write_recipe
+from tests.e2e.runs import assert_same, forked, outcome, write_recipe
 
 # Which passage of each point to die at: in the first and in the last part of the run.
 POINTS = {
@@ -63,7 +63,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(
         f"{point} was not passed {passage} times:\n{log.read_text()}"
     )
     assert forked([*arguments, "--resume"], log) == 0, log.read_text()
-    assert outcome(tmp_path / "run") == undisturbed
+    assert_same(outcome(tmp_path / "run"), undisturbed)
 
 
 def test_a_run_that_is_killed_again_and_again(undisturbed: dict[str, Any], tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_a_run_that_is_killed_again_and_again(undisturbed: dict[str, Any], tmp_p
         resume = ["--resume"] if number else []
         assert forked([*arguments, *resume], log, crash_at=crash) == -9, log.read_text()
     assert forked([*arguments, "--resume"], log) == 0, log.read_text()
-    assert outcome(tmp_path / "run") == undisturbed
+    assert_same(outcome(tmp_path / "run"), undisturbed)
 
 
 def test_a_finished_run_can_be_resumed(undisturbed: dict[str, Any], tmp_path: Path) -> None:
     arguments = ["train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}"]
     for resume in ([], ["--resume"]):
         assert forked([*arguments, *resume], tmp_path / "log") == 0, (tmp_path / "log").read_text()
-        assert outcome(tmp_path / "run") == undisturbed
+        assert_same(outcome(tmp_path / "run"), undisturbed)
 
 
 def test_the_undisturbed_run_trains_on_each_sample_once(undisturbed: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REWARD, forked, outcome, read_lines, write_recipe
+from tests.e2e.runs import REWARD, assert_same, forked, outcome, read_lines, write_recipe
 
 HANGS_ONCE = (
     REWARD
@@ -37,4 +37,4 @@ def test_what_the_clock_decided_stays_decided(crash: str, tmp_path: Path) -> Non
         assert forked(arguments, directory / "log") == 0, (directory / "log").read_text()
         results.append(outcome(directory / "run"))
         assert not any(line["key"].startswith("train:3.") for line in read_lines(directory / "run" / "samples.jsonl"))
-    assert results[0] == results[1]
+    assert_same(results[1], results[0])

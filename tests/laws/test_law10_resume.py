@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.train.torch_engine import TorchEngine
 from tandem.trainer.intake import Intake
-from tests.e2e.runs import outcome, tandem, write_recipe
+from tests.e2e.runs import assert_same, outcome, tandem, write_recipe
 from tests.laws.breaking import Breaker
 
 
@@ -23,7 +23,7 @@ def check_resumed_run_equals_straight_run() -> None:
         assert tandem("train", recipe, f"run.dir={straight}") == 0
         assert tandem("train", recipe, f"run.dir={stopped}", "trainer.steps=2") == 0
         assert tandem("train", recipe, f"run.dir={stopped}", "--resume") == 0
-        assert outcome(stopped) == outcome(straight)
+        assert_same(outcome(stopped), outcome(straight))
 
 
 def check_each_sample_is_trained_on_once() -> None:
