@@ -86,7 +86,7 @@ def build_model(recipe: Recipe) -> Model:
     device.configure_threads(recipe.run.threads)
     dtype = here.dtype({"float32": "fp32", "bfloat16": "bf16"}[recipe.model.dtype])
     tokenizer = _tokenizer(recipe)
-    template = recipe.model.template.read_text() if recipe.model.template is not None else None
+    template = _template(recipe.model.template) if recipe.model.template is not None else None
     if recipe.model.path is not None:
         decoder = load_decoder(recipe.model.path, dtype)
     else:
@@ -101,6 +101,13 @@ def build_model(recipe: Recipe) -> Model:
             f"engine.max_context={recipe.engine.max_context} is above the {decoder.config.max_positions} positions of the model"
         )
     return Model(decoder, tokenizer, TemplateRenderer(tokenizer, template), probe(decoder.config, dtype))
+
+
+def _template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"model.template={path} cannot be read: {problem}; give a text file with a chat template") from problem
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
@@ -246,7 +253,8 @@ def warmup_phase(recipe: Recipe, model: Model) -> Phase:
 
 
 def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
-    """rollout: None for a supervised one."""
+    """rollout: None for a supervised one. Raises ConfigError for a batch that could never be trained on."""
+    _check_batch(recipe, algorithm(recipe))
     if rollout is None:
         return _supervised_phase(
             recipe,
@@ -290,6 +298,19 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
         checkpoint=InPlace(),
         engines=(rollout.engine,),
     )
+
+
+def _check_batch(recipe: Recipe, chosen: Algorithm) -> None:
+    groups, size = recipe.rollout.groups_per_step, recipe.rollout.group_size
+    if chosen.advantage is None:
+        groups, size = groups * size, 1
+    if size < chosen.min_episodes:
+        raise ConfigError(f"rollout.group_size={size} is below the {chosen.min_episodes} episodes that {chosen.name} compares")
+    if groups < recipe.learner.minibatches:
+        raise ConfigError(
+            f"learner.minibatches={recipe.learner.minibatches} is above the {groups} groups of a step, which are not split; "
+            f"lower it or raise rollout.groups_per_step"
+        )
 
 
 def _updates(steps: int, learner: LearnerConfig) -> int:

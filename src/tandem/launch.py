@@ -13,6 +13,7 @@ Both phases are the same: restore the last good snapshot if there is one, run th
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import shutil
 import time
@@ -92,9 +93,16 @@ def _open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, c
         for leaf, value in flatten(resolved.value):
             if earlier.get(leaf) != value and not leaf.startswith("run."):
                 console.print(f"resuming with {leaf}={value} where the run had {earlier.get(leaf)}", markup=False)
+    elif taken := next((path for path in (directory, *directory.parents) if os.path.lexists(path) and not path.is_dir()), None):
+        raise ConfigError(f"the run's directory cannot be {directory}, since {taken} is no directory: choose another run.dir")
     elif directory.is_dir() and any(directory.iterdir()):
         if not config.is_file():
             raise ConfigError(f"{directory} is not empty and holds no run (no config.yaml): choose another run.dir")
+        if Path.cwd().is_relative_to(directory.resolve()):
+            raise ConfigError(
+                f"{directory} holds a run, which cannot be put aside while it is the working directory: "
+                f"choose another run.dir, or go on with it by --resume"
+            )
         number = next(i for i in range(1, 1_000_000) if not directory.with_name(f"{directory.name}.{i}").exists())
         aside = directory.rename(directory.with_name(f"{directory.name}.{number}"))
         console.print(f"the earlier run in {directory} is kept as {aside}", markup=False)

@@ -39,7 +39,7 @@ class RunSection:
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
-        if not self.name or Path(self.name).name != self.name:
+        if self.name in ("", "..") or Path(self.name).name != self.name:
             raise ValueError(f"name={self.name!r} must be one plain directory name; use dir for a path")
 
     @property

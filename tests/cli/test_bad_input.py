@@ -55,6 +55,10 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a mode that is not built": (("trainer.mode=separate_async",), ("separate_async", "sync")),
     "a GPU where there is none": (("run.device=cuda",), ("cuda", "cpu")),
     "more tasks than there are": (("data.heldout.size=1000000",), ("1000000",)),
+    "missing template": (("model.template=no/such.jinja",), ("model.template", "no/such.jinja")),
+    "groups that leave nothing to compare": (("rollout.group_size=1",), ("rollout.group_size=1", "grpo")),
+    "more mini-batches than groups": (("learner.minibatches=3",), ("learner.minibatches=3", "2 groups")),
+    "a run that leaves its directory": (("run.dir=null", "run.name=.."), ("name='..'",)),
     "heads that do not divide": (("model.new.num_heads=3", "model.new.num_kv_heads=2"), ("num_heads", "3")),
 }
 
@@ -141,6 +145,26 @@ def test_a_directory_that_holds_something_else(tmp_path: Path, capsys: pytest.Ca
     assert train(tmp_path) == 2
     assert "run.dir" in complaint(capsys)
     assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
+
+
+def test_a_run_cannot_be_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes").write_text("precious")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for name, file in (("notes", "notes"), ("notes/run", "notes"), ("nowhere", "nowhere")):
+        assert train(tmp_path, f"run.dir={tmp_path / name}") == 2
+        assert f"{tmp_path / file} is no directory" in complaint(capsys)
+
+
+def test_an_earlier_run_in_the_working_directory_stays(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Put aside, it would still be the working directory, and the new run would write into it."""
+    shutil.copytree(finished, tmp_path / "run")
+    for inside, path in ((".", "."), ("final", ".."), ("snapshots", str(tmp_path / "run"))):
+        monkeypatch.chdir(tmp_path / "run" / inside)
+        assert train(tmp_path, f"run.dir={path}") == 2
+        assert "working directory" in complaint(capsys)
+    assert (tmp_path / "run" / "summary.json").is_file()
 
 
 def test_an_earlier_run_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
