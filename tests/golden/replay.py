@@ -81,6 +81,11 @@ def gradient(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
+def groups_of(table: Table, size: int) -> Tensor:
+    """Ids of groups that stand one after another, which these cases do not list: that of its first row for each."""
+    return torch.arange(table.shape[0]).view(-1, size)[:, :1].expand(-1, size).flatten()
+
+
 # ----------------------------------------------------------------------------------------------- aggregation, KL
 
 
@@ -229,7 +234,7 @@ def _prime(table: Table, params: Params) -> Outputs:
     credit = returns.process_and_outcome(
         table["process_rewards"],
         table["acc"],
-        torch.arange(table.shape[0]) // params["group_size"],
+        groups_of(table, params["group_size"]),
         table.mask,
         table.lengths,
         **given(params, process_coef="reward_dpo_coef", outcome_coef="reward_gt_coef"),
@@ -487,7 +492,7 @@ def _implicit_reward(table: Table, params: Params) -> Outputs:
 
 
 def _implicit_accuracy(table: Table, params: Params) -> Outputs:
-    groups = torch.arange(table.shape[0]) // params["group_size"]
+    groups = groups_of(table, params["group_size"])
     of_row = row_sum(table["implicit_q"], table.mask, table.lengths)
     pairs, absolute = preferences.implicit_reward_accuracy(of_row, table["acc"], groups)
     return {"metrics": {"dpo_accuracy": pairs.item(), "dpo_abs_accuracy": absolute.item()}}
