@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import cast
 
 from tandem.errors import ColumnError, DataError, TandemError
@@ -20,10 +21,13 @@ async def run_episode(agent: AgentLoop, task: Task, llm: LLM, key: Key) -> Episo
         raise DataError(f"task {task.id!r}: {problem}") from problem
     except TandemError:
         raise
-    except Exception as problem:  # noqa: BLE001
+    except (Exception, SystemExit, asyncio.CancelledError) as problem:
+        if isinstance(problem, asyncio.CancelledError) and cast("asyncio.Task[None]", asyncio.current_task()).cancelling():
+            raise  # it is the run that ends, and not something of the agent's
         return Episode(key, task, (), task.messages, "error", error=f"{type(problem).__name__}: {problem}")
-    if episode.key != key:
-        raise ColumnError(f"the agent returned episode {episode.key} when it was asked for {key}; it must keep its key")
+    returned = getattr(episode, "key", episode)
+    if returned != key:
+        raise ColumnError(f"the agent returned {returned} when it was asked for {key}; it must return an Episode with that key")
     return episode
 
 
