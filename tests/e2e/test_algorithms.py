@@ -1,0 +1,79 @@
+"""Every policy algorithm that needs no second model, through the real loop: held-out pass@1 rises by 0.15 or more.
+
+One model is warmed up once; each algorithm then takes 16 steps from there, on its defaults. What needs a critic, a process
+model, a teacher, greedy rollouts or named reward components is refused by the plan, which says what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.algos.table import ALGORITHMS
+from tests.e2e.runs import tandem
+
+pytestmark = pytest.mark.slow
+
+QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart.yaml"
+RECIPE = """
+model: {path: MODEL}
+data:
+  train: {task: calculator, size: 8000}
+  heldout: {task: calculator, size: 256}
+agent: {name: env, env: calculator, max_turns: 2}
+reward: {function: calculator}
+sampling: {temperature: 1.0, max_tokens: 16}
+rollout: {groups_per_step: 8, group_size: 8}
+engine: {slots: 64, max_context: 64}
+train: {lr: 1.0e-3, schedule: constant, micro_batch_tokens: 2048}
+trainer: {steps: 16, eval_every: 100, snapshot_every: 100}
+evaluation: {tasks: 64}
+logs: []
+"""
+MISSING = {
+    "ppo": "values",
+    "vapo": "values",
+    "prime": "process_rewards",
+    "opd": "teacher_logprobs",
+    "mopd": "teacher_logprobs",
+    "remax": "reward_baselines",
+    "gdpo": "reward_components",
+    "otb": "sum_pi_squared",
+}
+EXTRA = {"dr_grpo": ["algorithm.length_constant=16.0"]}
+POLICY = [name for name, row in ALGORITHMS.items() if row.advantage is not None]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Starts from a warmed-up model."""
+    directory = tmp_path_factory.mktemp("algorithms")
+    overrides = ("trainer.steps=1", "evaluation.tasks=16", "logs=[]")
+    assert tandem("train", str(QUICKSTART), f"run.dir={directory / 'warm'}", *overrides) == 0
+    path = directory / "recipe.yaml"
+    path.write_text(RECIPE.replace("MODEL", str(directory / "warm/final")))
+    return path
+
+
+@pytest.mark.parametrize("name", [name for name in POLICY if name not in MISSING])
+def test_it_learns(name: str, recipe: Path, tmp_path: Path) -> None:
+    overrides = (f"run.dir={tmp_path / 'run'}", f"algorithm={name}", *EXTRA.get(name, ()))
+    assert tandem("train", str(recipe), *overrides) == 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["eval_after"]["pass@1"] - summary["eval_before"]["pass@1"] >= 0.15
+
+
+@pytest.mark.parametrize("correction", ["token_tis", "icepop", "kpop", "seq_mask_tis", "m2po", "rejection_sampling"])
+def test_it_learns_with_a_correction(correction: str, recipe: Path, tmp_path: Path) -> None:
+    overrides = (f"run.dir={tmp_path / 'run'}", "algorithm=grpo", f"algorithm.correction={correction}")
+    assert tandem("train", str(recipe), *overrides) == 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["eval_after"]["pass@1"] - summary["eval_before"]["pass@1"] >= 0.15
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_what_needs_another_model_says_so(name: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tandem("train", str(recipe), f"run.dir={tmp_path / 'run'}", f"algorithm={name}") != 0
+    assert f"no stage gives column '{MISSING[name]}'" in capsys.readouterr().err
