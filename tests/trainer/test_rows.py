@@ -41,6 +41,14 @@ def test_each_stop_has_its_own_way() -> None:
     assert {key.member: reason for key, reason in dropped.items()} == {1: "length", 3: "abort", 4: "error", 5: "no_sample"}
 
 
+@pytest.mark.parametrize("stop", ["abort", "error"])
+def test_an_unfinished_sample_is_not_judged_whatever_its_agent_says(stop: Stop) -> None:
+    """An agent gave up on a turn (its own time limit, say), went on in another branch, and calls the episode done."""
+    whole = episode(0, samples=2)
+    cut = replace(whole, samples=(replace(whole.samples[0], stop=stop), whole.samples[1]))
+    assert to_judge([cut], StopPolicy()) == ([], {whole.key: stop})
+
+
 def test_rows_carry_their_episode_s_reward_and_stop_and_masked_ones_train_nothing() -> None:
     episodes = [episode(0, reward=1.0, samples=2), episode(1, stop="length", reward=0.25)]
     rows = episode_rows(episodes, StopPolicy(length="mask"))

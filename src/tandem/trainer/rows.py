@@ -54,12 +54,17 @@ class Verdict:
 
 
 def to_judge(episodes: Sequence[Episode], policy: StopPolicy) -> tuple[list[Episode], dict[Key, str]]:
-    """The episodes that a reward may see, and the others with the reason why not: their stop, or "no_sample"."""
+    """The episodes that a reward may see, and the others with the reason why not: their stop, or "no_sample".
+
+    A sample that was aborted or failed is unfinished whatever its agent says of the episode: its stop is the reason then.
+    """
     judged: list[Episode] = []
     dropped: dict[Key, str] = {}
     for episode in episodes:
-        if policy.action(episode.stop) == "drop":
-            dropped[episode.key] = episode.stop
+        unfinished = [sample for sample in episode.samples if sample.stop in ("abort", "error")]
+        stop = unfinished[0].stop if unfinished else episode.stop
+        if policy.action(stop) == "drop":
+            dropped[episode.key] = stop
         elif not episode.samples:
             dropped[episode.key] = "no_sample"
         else:
