@@ -56,6 +56,7 @@ def test_policy_of_a_later_incarnation_is_newer() -> None:
         {"temperature": -1.0},
         {"temperature": math.nan},
         {"temperature": math.inf},
+        {"temperature": 1e-50},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_p": math.nan},

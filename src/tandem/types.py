@@ -146,7 +146,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = {
-            "temperature": math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature": self.temperature == 0 or 1e-6 <= self.temperature < math.inf,  # float32 divides logits by it
             "top_p": 0 < self.top_p <= 1,
             "top_k": self.top_k >= 0,
             "min_p": 0 <= self.min_p < 1,
