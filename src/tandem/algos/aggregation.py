@@ -77,11 +77,8 @@ def loss_weights(
 
 
 def aggregate(loss_N: Tensor, weights_N: Tensor, mask_N: Tensor) -> Tensor:
-    """sum_t weights_t loss_t over counted tokens, a scalar; parts of a step add up to the whole of it.
-
-    Only counted tokens are summed, so that others do not even change the order of the sum.
-    """
-    return (loss_N[mask_N] * weights_N[mask_N]).sum()
+    """sum_t weights_t loss_t over counted tokens, a scalar; parts of a step add up to the whole of it."""
+    return (keep(loss_N, mask_N) * keep(weights_N, mask_N)).sum()
 
 
 def mean_over(chosen_N: Tensor, weights_N: Tensor, *, ranks: int = 1) -> Tensor:

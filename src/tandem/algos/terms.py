@@ -84,9 +84,9 @@ def scope_of(function: Callable[..., Any]) -> TermScope:
 def keep(values_N: Tensor, mask_N: Tensor) -> Tensor:
     """`values_N` in float32 or better where `mask_N` is true and exactly 0 elsewhere, whatever stands there (NaN too)."""
     values_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
-    return torch.where(mask_N, values_N, torch.zeros_like(values_N))
+    return torch.where(mask_N, values_N, 0.0)
 
 
 def masked_mean(values_N: Tensor, mask_N: Tensor) -> Metric:
     """The mean over the tokens that count, as a metric that merges with those of other micro-batches."""
-    return Metric(float(values_N.detach()[mask_N].sum(dtype=torch.float64)), float(mask_N.sum()))
+    return Metric(float(keep(values_N.detach(), mask_N).sum(dtype=torch.float64)), float(mask_N.sum()))
