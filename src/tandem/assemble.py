@@ -25,7 +25,7 @@ from tandem.checkpoint.journal import Journal
 from tandem.data.builtin import Demonstrations, Problem, Split, TaskSet
 from tandem.data.files import FileDataset
 from tandem.data.tasks import TASKS
-from tandem.errors import ConfigError, DeviceError, ModelError, RegistryError
+from tandem.errors import ConfigError, DeviceError, ModelError, PlanError, RegistryError
 from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
 from tandem.models.hf import load_decoder, save_decoder
 from tandem.models.probe import ProbeResult, probe
@@ -286,12 +286,16 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
     )
     old_logprobs = stages.bypass(queue) if chosen.params.get("bypass") else stages.old_logprobs(workers)
     known = (stages.advantages(chosen, queue), old_logprobs, *stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived")))
+    try:
+        planned = plan(chosen.needs, source.columns, known)
+    except PlanError as problem:
+        raise ConfigError(f"algorithm {chosen.name} cannot be trained with yet: {problem}") from problem
     return Phase(
         name="train",
         steps=recipe.trainer.steps,
         algorithm=chosen,
         source=source,
-        plan=plan(chosen.needs, source.columns, known),
+        plan=planned,
         learner=PolicyLearner(workers, recipe.learner, seed=recipe.seed),
         train=engine,
         queue=queue,

@@ -69,9 +69,10 @@ def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool) -> None:
     if dry_run:
         asyncio.run(_dry_run(recipe, console))
         return
-    directory = recipe.run.directory
-    _open_directory(directory, resolved, resume, console)
-    asyncio.run(_run(recipe, directory, console))
+    began_s = time.monotonic()
+    model = build_model(recipe)  # before anything on disk changes
+    _open_directory(recipe.run.directory, resolved, resume, console)
+    asyncio.run(_run(recipe, model, recipe.run.directory, console, began_s))
 
 
 def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
@@ -111,9 +112,7 @@ def _open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, c
     write_whole(config, dump(resolved))
 
 
-async def _run(recipe: Recipe, directory: Path, console: Console) -> None:
-    began_s = time.monotonic()
-    model = build_model(recipe)
+async def _run(recipe: Recipe, model: Model, directory: Path, console: Console, began_s: float) -> None:
     console.print(_describe(model), markup=False, highlight=False)
     if not recipe.sampling.full_support and not supervised(recipe):
         console.print(
