@@ -26,11 +26,11 @@ def test_its_recipes_load(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=shlex.join)
 def test_its_commands_parse(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    name, recipe, *rest = command
+    name, *arguments = command
     assert name in cli.tandem.commands
-    cli.tandem.commands[name].make_context(name, [recipe, *rest])
-    if recipe.endswith(".yaml"):
-        load_recipe(Path(recipe), [argument for argument in rest if not argument.startswith("-")])
+    cli.tandem.commands[name].make_context(name, list(arguments))
+    if arguments and arguments[0].endswith(".yaml"):
+        load_recipe(Path(arguments[0]), [argument for argument in arguments[1:] if not argument.startswith("-")])
 
 
 def test_its_links_lead_somewhere() -> None:
