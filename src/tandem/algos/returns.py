@@ -209,12 +209,15 @@ def whiten(
     Computed in float64. Equal values give 0; a single token has no variance and gives 0 too.
     """
     values = keep(advantages_N, mask_N)
-    centred_M = values[mask_N].double()
-    centred_M = centred_M - centred_M.mean() if len(centred_M) else centred_M
+    num = int(mask_N.sum())
+    if not num:
+        return values
+    shifted = keep(values.double() - values[mask_N.int().argmax()], mask_N)  # so that equal values are exactly 0
+    centred = keep(shifted - shifted.sum() / num, mask_N)
     if whiten_std:
-        variance = (centred_M**2).sum() / max(len(centred_M) - whiten_ddof, 1)
-        centred_M = centred_M / (variance + whiten_eps).sqrt()
-    return torch.zeros_like(values).masked_scatter(mask_N, centred_M.to(values.dtype))
+        variance = (centred**2).sum() / max(num - whiten_ddof, 1)
+        centred = centred / (variance + whiten_eps).sqrt()
+    return centred.to(values.dtype)
 
 
 def _unit(value: float, name: str) -> float:

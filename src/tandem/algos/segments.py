@@ -27,13 +27,13 @@ def on_tokens(values_B: Tensor, lengths_B: Tensor) -> Tensor:
 
 def row_counts(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     """int64 [B]: counted tokens of each row."""
-    return row_sum(torch.ones_like(mask_N, dtype=torch.float64), mask_N, lengths_B).long()
+    return torch.segment_reduce(mask_N.double(), "sum", lengths=lengths_B.to(mask_N.device), unsafe=True).long()
 
 
 def row_sum(values_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     """[B]: the sum of each row's counted tokens, 0 for a row without one; differentiable."""
     kept = keep(values_N, mask_N)
-    return kept.new_zeros(len(lengths_B)).index_add(0, row_of_token(lengths_B.to(kept.device)), kept)
+    return torch.segment_reduce(kept, "sum", lengths=lengths_B.to(kept.device), unsafe=True)
 
 
 def row_mean(values_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def last_counted(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def discounted_sums(values_N: Tensor, mask_N: Tensor, lengths_B: Tensor, discount: float | Tensor) -> Tensor:
-    """G_t = v_t + discount G_(next counted t), from each row's end: [N], 0 where masked.
+    """G_t = v_t + discount G_(next counted t), from each row's end: [N], 0 where masked, without gradient.
 
     Masked tokens are stepped over: they cost no discount and their values do not count. The recurrence is solved by
     doubling, G <- G + discount^(2^j) G shifted by 2^j, in ceil(log2(max n_i)) passes over the batch.
@@ -64,14 +64,14 @@ def discounted_sums(values_N: Tensor, mask_N: Tensor, lengths_B: Tensor, discoun
         values_N: [N]. mask_N: bool [N]. lengths_B: int64 [B].
         discount: one factor, or one a row ([B]).
     """
-    sums_M = keep(values_N, mask_N)[mask_N]
+    sums_M = keep(values_N.detach(), mask_N)[mask_N]
     counts_B = row_counts(mask_N, lengths_B)
     left_M = _left_in_row(counts_B)
     factor_M = on_tokens(torch.as_tensor(discount, dtype=sums_M.dtype, device=sums_M.device).expand(len(counts_B)), counts_B)
     shift, longest = 1, int(counts_B.max()) if len(counts_B) else 0
     while shift < longest:
-        ahead_M = torch.where(left_M[:-shift] >= shift, factor_M[:-shift] * sums_M[shift:], 0.0)
-        sums_M = torch.cat([sums_M[:-shift] + ahead_M, sums_M[-shift:]])
+        ahead_M = (factor_M[:-shift] * sums_M[shift:]).masked_fill_(left_M[:-shift] < shift, 0.0)
+        sums_M[:-shift] += ahead_M
         factor_M, shift = factor_M**2, shift * 2
     return torch.zeros_like(mask_N, dtype=sums_M.dtype).masked_scatter(mask_N, sums_M)
 
