@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from tandem.agents.single_turn import SingleTurn
 from tandem.data.fake import FakeDataset
 from tandem.data_proto import DataProto
 from tandem.errors import ColumnError, DataError, EngineError, RewardError, RunError, StalenessError, StalledError
-from tandem.ports import LLM
+from tandem.ports import LLM, AgentLoop
 from tandem.trainer.rows import StopPolicy
 from tandem.trainer.source import RolloutConfig
 from tandem.types import BatchRef, Episode, Key, PolicyRef, RewardResult, Task
@@ -70,6 +70,25 @@ def test_a_step_in_which_everything_fails_stops_the_run_with_the_first_message()
         first_batch(world(config=SMALL, agent=broken))
     with pytest.raises(RunError, match=r"all 6 episodes .* failed; the first: .*timeout"):
         first_batch(world(config=SMALL, reward=lambda episode: RewardResult.failed("timeout")))
+
+
+def test_whether_failures_stop_the_run_depends_on_no_timing() -> None:
+    """A run that is resumed has answers that were waited for at once, and must end as it did."""
+
+    def failing(*bad: int) -> Callable[[Episode], RewardResult]:
+        return lambda episode: RewardResult.failed("timeout") if episode.key.ordinal in bad else RewardResult(episode.key.member)
+
+    def slow(ordinal: int) -> AgentLoop:
+        async def agent(task: Task, llm: LLM, key: Key) -> Episode:
+            await asyncio.sleep(0.05 if key.ordinal == ordinal else 0)
+            return await SingleTurn()(task, llm, key)
+
+        return agent
+
+    for late in (0, 1, 2, 3):
+        with pytest.raises(RunError, match=r"all 6 episodes that began the step .* failed"):
+            first_batch(world(config=SMALL, reward=failing(0, 1), agent=slow(late)))
+        assert ordinals(first_batch(world(config=SMALL, reward=failing(0, 2), agent=slow(late)))) == [1, 3]
 
 
 def test_an_agent_s_exception_is_one_episode_s_outcome() -> None:

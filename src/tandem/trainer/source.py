@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, cast
@@ -174,10 +174,10 @@ class RolloutSource:
             self._judged[group] = judged
         self._running.discard(group)
         self._metrics += group_metrics(episodes, judged, outcome)
-        self._tally.count(episodes, judged, outcome)
+        self._tally.count(group, episodes, judged, outcome)
         if outcome.rows is None:
             self._intake.give_back()
-            self._tally.check(self._config, self.policy)
+            self._tally.check(self._config, self.policy, self._running)
 
     async def _episodes(self, task: Task, group: GroupKey) -> list[Episode]:
         keys = [Key(*group, member) for member in range(self._config.group_size)]
@@ -193,48 +193,50 @@ class RolloutSource:
 
 @dataclass(slots=True)
 class _Tally:
-    """What became of the groups and episodes of the step that is being filled."""
+    """What became of the groups and episodes of the step that is being filled. good: episodes with a reward, by ordinal."""
 
-    groups: int = 0
-    judged: int = 0
+    good: dict[int, int] = field(default_factory=dict[int, int])
     failed: int = 0
     refused: Counter[str] = field(default_factory=Counter[str])
     first: str = ""
 
-    def count(self, episodes: Sequence[Episode], judged: Sequence[Episode], outcome: Verdict) -> None:
+    def count(self, group: GroupKey, episodes: Sequence[Episode], judged: Sequence[Episode], outcome: Verdict) -> None:
         good = sum(episode.reward is not None and episode.reward.ok for episode in judged)
-        self.groups += 1
-        self.judged += good
+        self.good[group.ordinal] = good
         self.failed += len(episodes) - good
         if outcome.reason:
             self.refused[outcome.reason] += 1
         for episode in (*judged, *episodes):
             self.first = self.first or _complaint(episode)
 
-    def check(self, config: RolloutConfig, policy: PolicyRef) -> None:
-        """Raises RunError where refilling has no end in sight."""
+    def check(self, config: RolloutConfig, policy: PolicyRef, running: Collection[GroupKey]) -> None:
+        """Raises RunError where refilling has no end in sight: whether it does depends on no group's timing."""
         first = f"; the first: {self.first}" if self.first else ""
-        if not self.judged and self.failed >= config.groups_per_step * config.group_size:
+        begun = sorted({*self.good, *(group.ordinal for group in running)})[: config.groups_per_step]
+        if len(begun) == config.groups_per_step and all(self.good.get(ordinal) == 0 for ordinal in begun):
             raise RunError(
-                f"all {self.failed} episodes of the step after {policy} failed{first}; look at the reward and the environment"
+                f"all {len(begun) * config.group_size} episodes that began the step after {policy} failed{first}; "
+                f"look at the reward and the environment"
             )
         if self.refused.total() > config.max_refills_per_step:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.refused.most_common())
             raise RunError(
-                f"{self.refused.total()} of {self.groups} groups of the step after {policy} were dropped ({reasons}), above "
+                f"{self.refused.total()} of {len(self.good)} groups of the step after {policy} were dropped ({reasons}), above "
                 f"max_refills_per_step={config.max_refills_per_step}; failed episodes: {self.failed}{first}. Filtered groups mean "
                 f"that the policy always or never solves these tasks: warm it up, mix in other tasks or raise group_size; "
                 f"or raise max_refills_per_step"
             )
 
     def state(self) -> dict[str, Json]:
+        good: list[Json] = [[ordinal, count] for ordinal, count in self.good.items()]
         refused: dict[str, Json] = dict(self.refused)
-        return {"groups": self.groups, "judged": self.judged, "failed": self.failed, "refused": refused, "first": self.first}
+        return {"good": good, "failed": self.failed, "refused": refused, "first": self.first}
 
     @classmethod
     def restored(cls, state: Mapping[str, Json]) -> _Tally:
-        groups, judged, failed = (cast("int", state[name]) for name in ("groups", "judged", "failed"))
-        return cls(groups, judged, failed, Counter(cast("dict[str, int]", state["refused"])), cast("str", state["first"]))
+        good = dict(cast("list[tuple[int, int]]", state["good"]))
+        refused = Counter(cast("dict[str, int]", state["refused"]))
+        return cls(good, cast("int", state["failed"]), refused, cast("str", state["first"]))
 
 
 def _complaint(episode: Episode) -> str:
