@@ -42,6 +42,13 @@ def test_summary(run: Path) -> None:
     assert summary["wall_s"] > 0
 
 
+def test_a_snapshot_has_the_score_of_its_evaluation(run: Path) -> None:
+    """What `keep_best` goes by."""
+    evaluated = {line["step"]: line["eval/pass@1"] for line in read_lines(run / "metrics.jsonl") if "eval/pass@1" in line}
+    manifests = [json.loads(path.read_text()) for path in (run / "snapshots").glob("*/manifest.json")]
+    assert {manifest["step"]: manifest["score"] for manifest in manifests} == {3: None, 4: evaluated[4]}
+
+
 def test_samples_are_what_was_trained_on(run: Path) -> None:
     samples = read_lines(run / "samples.jsonl")
     assert [sample["key"] for sample in samples] == [f"train:{g}.{m}.0" for g in range(8) for m in range(4)]

@@ -61,6 +61,15 @@ def test_prompts_of_all_lengths(prefill_tokens: int) -> None:
     assert rollout.metrics()["prefill_tokens"].value == sum(3 * i for i in range(8))
 
 
+def test_rows_that_move_together_take_all_of_their_caches_along() -> None:
+    """Two rows of different lengths move into the places of two that end in one step."""
+    asked = [request(i, range(1, 3), max_tokens=2) for i in range(2)]
+    asked += [request(2, range(1, 4), max_tokens=8), request(3, range(1, 30), max_tokens=8)]
+    rollout = engine(MODEL, slots=4)
+    assert run(rollout, asked) == [run(engine(MODEL), [one])[0] for one in asked]
+    assert rollout.metrics()["steps"].value == 8
+
+
 def test_a_step_costs_what_its_live_rows_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows leave and others take their places; when none waits, the batch shrinks."""
     sizes: list[int] = []
