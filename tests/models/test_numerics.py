@@ -68,14 +68,16 @@ def test_a_query_does_not_depend_on_companions_or_window(head_dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
-def test_elements_do_not_depend_on_how_threads_share_them(num_threads: int, dtype: torch.dtype) -> None:
-    rows, width = 1008, 96  # 96,768 elements: three grains, in which four threads would not cut at whole vectors
+@pytest.mark.parametrize("width", [33, 50, 84, 96, 250])
+def test_elements_do_not_depend_on_how_threads_share_them(width: int, num_threads: int, dtype: torch.dtype) -> None:
+    """At 96 there are three grains, in which four threads would not cut at whole vectors; other widths end within a vector."""
+    rows = 1008
     x, y, weight = randn(rows, width).to(dtype), randn(rows, width, seed=1).to(dtype), randn(width, seed=2)
-    cos, sin = randn(rows, 1, 16, seed=3), randn(rows, 1, 16, seed=4)
+    heads, cos, sin = randn(rows, 6, 16, seed=5), randn(rows, 1, 16, seed=3), randn(rows, 1, 16, seed=4)
     functions = {
         "gate": lambda part: numerics.gate(x[part], y[part]),
         "rms_norm": lambda part: numerics.rms_norm(x[part].float(), weight, 1e-6),
-        "rotate": lambda part: numerics.rotate(x[part].float().view(-1, 6, 16), cos[part], sin[part]),
+        "rotate": lambda part: numerics.rotate(heads[part], cos[part], sin[part]),
         "log_softmax": lambda part: numerics.log_softmax(x[part].float()),
     }
     for name, function in functions.items():
@@ -215,8 +217,9 @@ def test_decoding_700_tokens_is_the_training_forward(heads: tuple[int, int], dty
         {"qk_norm": True, "head_dim": 128},
         {"hidden_size": 448, "intermediate_size": 800, "tie_embeddings": False, "vocab_size": 211},
         {"heads": 3, "kv_heads": 3, "head_dim": 8, "hidden_size": 24, "intermediate_size": 40, "num_layers": 5},
+        {"hidden_size": 270, "intermediate_size": 255, "head_dim": 20},
     ],
-    ids=["biases", "qk-norm", "wide", "narrow"],
+    ids=["biases", "qk-norm", "wide", "narrow", "odd"],
 )
 def test_every_shape_is_exact(fields: dict[str, int], dtype: torch.dtype) -> None:
     assert differing(config(**fields), dtype, (140, 33, 60), (1, 30, 2)) == 0

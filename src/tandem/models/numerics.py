@@ -21,8 +21,8 @@ by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear
 5. Attention is in float32 whatever the products' dtype: with the window cut at a multiple of KEYS, bfloat16 flips
    roundings. Softmax is explicit; masked columns are -inf, so they weigh exactly 0 and add nothing to a sum.
 6. Element-wise code is add, sub, mul, div and sqrt, which round correctly, so that scalar and vector code agree.
-   `exp` does not: where torch splits a tensor between threads, the ends of the pieces run scalar code. `gate` has it
-   split at whole vectors only.
+   `exp` does not, and vector code goes on by two vectors: what is left of a tensor, or of the piece of it that a thread
+   gets, runs scalar code. `gate` has nothing left.
 
 Backward passes are plain: gradients promise no bits.
 
@@ -47,6 +47,7 @@ TILE = 128
 QUERIES = 4
 HEAD = 64
 GRAIN = 32_768  # elements that torch leaves to one thread
+HALVES = 128  # elements that are whole steps of vector code (two vectors of 512 bits, bfloat16 the most) for each of two threads
 
 
 def padded(count: int, multiple: int) -> int:
@@ -178,12 +179,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gate(gates: Tensor, up: Tensor) -> Tensor:
-    """silu(gates) * up, for [M, F] with M a multiple of ROWS.
+    """silu(gates) * up, for [M, F].
 
-    Two threads share a tensor in halves, which are whole vectors thanks to ROWS; more would not be, so that with more
-    threads than two the tensor goes to them in pieces of two grains.
+    Two threads share a tensor in halves, which are whole steps of the vector code where its size is a multiple of HALVES;
+    more would not be, so that with more threads than two the tensor goes to them in pieces of two grains.
     """
-    if torch.get_num_threads() <= 2 or gates.numel() <= 2 * GRAIN:
+    size, missing = gates.numel(), -gates.numel() % HALVES
+    if not missing and (torch.get_num_threads() <= 2 or size <= 2 * GRAIN):
         return F.silu(gates) * up
-    pieces = cast("tuple[Tensor, ...]", gates.flatten().split(2 * GRAIN))
-    return torch.cat([F.silu(piece) for piece in pieces]).view_as(up) * up
+    pieces = cast("tuple[Tensor, ...]", F.pad(gates.flatten(), (0, missing)).split(2 * GRAIN))
+    return torch.cat([F.silu(piece) for piece in pieces])[:size].view_as(up) * up
