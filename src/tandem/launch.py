@@ -13,12 +13,13 @@ Both phases are the same: restore the last good snapshot if there is one, run th
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shlex
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import AsyncExitStack, closing
+from collections.abc import Generator, Mapping
+from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -69,10 +70,7 @@ def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool) -> None:
     if dry_run:
         asyncio.run(_dry_run(recipe, console))
         return
-    began_s = time.monotonic()
-    model = build_model(recipe)  # before anything on disk changes
-    _open_directory(recipe.run.directory, resolved, resume, console)
-    asyncio.run(_run(recipe, model, recipe.run.directory, console, began_s))
+    asyncio.run(_run(resolved, resume, console))
 
 
 def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
@@ -86,14 +84,30 @@ def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
 # -------------------------------------------------------------------------------------------------- the directory
 
 
-def _open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, console: Console) -> None:
-    """Leaves an earlier run aside, or notes what is different from it. Raises ConfigError for a directory of something else."""
+_CONTINUES = ("seed", "model.", "data.", "warmup.", "agent.", "algorithm.name", "rollout.group")
+"""Values that a resumed run must share with what it goes on with."""
+
+
+@contextmanager
+def _open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, console: Console) -> Generator[None]:
+    """Leaves an earlier run aside, or checks that it can be gone on with, and keeps others out until the run ends.
+
+    Raises ConfigError for a directory of something else, one that is in use, and a resumed run that would be another one.
+    """
     config = directory / "config.yaml"
-    if resume and config.is_file():
+    if resume:
+        if not config.is_file():
+            raise ConfigError(f"there is no run in {directory} to resume (no config.yaml): leave --resume out to begin one")
         earlier = dict(flatten(load_recipe(config, ()).value))
-        for leaf, value in flatten(resolved.value):
-            if earlier.get(leaf) != value and not leaf.startswith("run."):
-                console.print(f"resuming with {leaf}={value} where the run had {earlier.get(leaf)}", markup=False)
+        changes = {
+            leaf: value for leaf, value in flatten(resolved.value) if earlier.get(leaf) != value and not leaf.startswith("run.")
+        }
+        if other := [f"{leaf}={changes[leaf]} (it had {earlier.get(leaf)})" for leaf in changes if leaf.startswith(_CONTINUES)]:
+            raise ConfigError(
+                f"{directory} holds another run, and cannot be resumed with {', '.join(other)}: choose another run.dir"
+            )
+        for leaf, value in changes.items():
+            console.print(f"resuming with {leaf}={value} where the run had {earlier.get(leaf)}", markup=False)
     elif taken := next((path for path in (directory, *directory.parents) if os.path.lexists(path) and not path.is_dir()), None):
         raise ConfigError(f"the run's directory cannot be {directory}, since {taken} is no directory: choose another run.dir")
     elif directory.is_dir() and any(directory.iterdir()):
@@ -104,22 +118,37 @@ def _open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, c
                 f"{directory} holds a run, which cannot be put aside while it is the working directory: "
                 f"choose another run.dir, or go on with it by --resume"
             )
-        number = next(i for i in range(1, 1_000_000) if not directory.with_name(f"{directory.name}.{i}").exists())
-        aside = directory.rename(directory.with_name(f"{directory.name}.{number}"))
+        with _alone(directory):
+            number = next(i for i in range(1, 1_000_000) if not directory.with_name(f"{directory.name}.{i}").exists())
+            aside = directory.rename(directory.with_name(f"{directory.name}.{number}"))
         console.print(f"the earlier run in {directory} is kept as {aside}", markup=False)
     with attempt(f"make the directory {directory}", directory):
         directory.mkdir(parents=True, exist_ok=True)
-    write_whole(config, dump(resolved))
+    with _alone(directory):
+        write_whole(config, dump(resolved))
+        yield
 
 
-async def _run(recipe: Recipe, model: Model, directory: Path, console: Console, began_s: float) -> None:
-    console.print(_describe(model), markup=False, highlight=False)
-    if not recipe.sampling.full_support and not supervised(recipe):
-        console.print(
-            "warning: top_p, top_k, min_p or temperature 0 cut what is sampled from, and logprobs are those of the whole "
-            "distribution: the samples are off-policy (metric rollout/cut_support)",
-            style="yellow",
-        )
+@contextmanager
+def _alone(directory: Path) -> Generator[None]:
+    """Locks the directory for this process. Raises ConfigError where another one has it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{directory} is in use by a run that has not ended: wait for it, or choose another run.dir"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> None:
+    """Builds everything that a recipe can be wrong about before anything on the disk changes."""
+    recipe, directory, began_s = resolved.value, resolved.value.run.directory, time.monotonic()
+    model = build_model(recipe)
     async with AsyncExitStack() as stack:
         rollout = None
         if not supervised(recipe) or recipe.reward is not None:
@@ -127,13 +156,19 @@ async def _run(recipe: Recipe, model: Model, directory: Path, console: Console, 
             rollout = await stack.enter_async_context(open_rollout(recipe, model, journal))
         heldout = _heldout(recipe) if rollout is not None else None
         phase = main_phase(recipe, model, None if supervised(recipe) else rollout)
-        main = _PhaseRun(recipe, phase, directory, console, rollout, heldout, recipe.trainer.snapshot_every)
-        if recipe.warmup is not None and main.store.latest() is None:
-            warmup = _PhaseRun(
-                recipe, warmup_phase(recipe, model), directory / "warmup", console, None, None, recipe.warmup.snapshot_every
+        first = warmup_phase(recipe, model) if recipe.warmup is not None else None
+        stack.enter_context(_open_directory(directory, resolved, resume, console))
+        console.print(_describe(model), markup=False, highlight=False)
+        if not recipe.sampling.full_support and not supervised(recipe):
+            console.print(
+                "warning: top_p, top_k, min_p or temperature 0 cut what is sampled from, and logprobs are those of the whole "
+                "distribution: the samples are off-policy (metric rollout/cut_support)",
+                style="yellow",
             )
+        main = _PhaseRun(recipe, phase, directory, console, rollout, heldout, recipe.trainer.snapshot_every)
+        if recipe.warmup is not None and first is not None and main.store.latest() is None:
+            warmup = _PhaseRun(recipe, first, directory / "warmup", console, None, None, recipe.warmup.snapshot_every)
             await warmup.run(began_s)
-            main.spent_s = 0.0
         await main.run(began_s)
         _finish(recipe, model, main, directory, console)
 
@@ -211,6 +246,8 @@ class _PhaseRun:
     async def _restore(self) -> None:
         snapshot = self.store.latest()
         if snapshot is None:
+            if (self.directory / "metrics.jsonl").stat().st_size:
+                self.console.print(f"{self.phase.name}: there is no snapshot yet, starting over", markup=False)
             self.trackers.restore({})
             self.samples.restore({})
             return
@@ -285,6 +322,9 @@ def _finish(recipe: Recipe, model: Model, main: _PhaseRun, directory: Path, cons
         after=summary.eval_after["pass@1"],
     )
     draw_png(curve, directory / "curve.png")
+    idle = read_series(metrics, "train/groups_without_advantage").values
+    if idle and min(idle) == 1:
+        console.print("warning: no group had an advantage in any step, so nothing was learned: look at the rewards", style="yellow")
     samples = [SampleRecord.of(episode) for episode in main.last.episodes[:3]]
     final_report(console, summary, curve, samples, {**places, "curve": directory / "curve.png"}, next_command)
 
@@ -310,7 +350,8 @@ async def _measure(recipe: Recipe, console: Console) -> None:
     async with open_rollout(recipe, model) as rollout:
         result = await _evaluated(recipe, rollout, heldout)
     for name, value in _rates(result).items():
-        console.print(f"{name:<10} {value:.3f}" if isinstance(value, float) else f"{name:<10} {value}")
+        note = "  episodes that could not be judged; they are in no rate" if name == "failed" and value else ""
+        console.print(f"{name:<10} {value:.3f}" if isinstance(value, float) else f"{name:<10} {value}{note}")
     for episode in result.episodes[:3]:
         console.print(shown(SampleRecord.of(episode)), soft_wrap=True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -123,6 +123,13 @@ class Task:
     answer: Json = None
     source: str = ""
     info: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    def asked(self) -> Task:
+        """The task as the policy is asked it: without the assistant turns at its end, which are there to be imitated."""
+        end = len(self.messages)
+        while end and self.messages[end - 1].role == "assistant":
+            end -= 1
+        return self if end == len(self.messages) else replace(self, messages=self.messages[:end])
 
 
 # -------------------------------------------------------------------------------------------------- generation

@@ -39,19 +39,3 @@ def test_a_torn_last_line_is_as_if_it_had_not_been_written(tmp_path: Path) -> No
     journal = Journal(path)
     assert journal.get("b") == FAILED
     journal.close()
-
-
-def test_forgets_what_a_snapshot_consumed(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    journal = Journal(path)
-    for key in "abc":
-        journal.record(key, GOOD)
-    journal.forget({"a", "c", "unknown"})
-    size = path.stat().st_size
-    journal.forget({"unknown"})
-    journal.record("d", FAILED)
-    journal.close()
-    assert path.stat().st_size > size
-    journal = Journal(path)
-    assert [journal.get(key) for key in "abcd"] == [None, GOOD, None, FAILED]
-    journal.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -219,5 +221,44 @@ def test_damaged_snapshots_and_nothing_else(finished: Path, tmp_path: Path, caps
 def test_a_snapshot_of_another_model(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     recipe = write_recipe(tmp_path, recipe=RECIPE.replace("hidden_size: 32", "hidden_size: 48"))
-    assert tandem("train", str(recipe), f"run.dir={run}", "trainer.steps=3", "warmup=null", "--resume") in (1, 2)
-    assert "model.embed_tokens.weight" in complaint(capsys)
+    assert tandem("train", str(recipe), f"run.dir={run}", "trainer.steps=3", "warmup=null", "--resume") == 2
+    assert "model.new.hidden_size=48 (it had 32)" in complaint(capsys)
+
+
+def test_a_failed_start_leaves_the_run_before_it_alone(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    for mistake in ("reward.function=calculatr", "algorithm=gpro", "data.train.size=1000000", "algorithm=ppo"):
+        assert train(tmp_path, "warmup=null", mistake) == 2
+        complaint(capsys)
+    assert (run / "summary.json").is_file()
+    assert not (tmp_path / "run.1").exists()
+
+
+def test_resuming_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path, "--resume") == 2
+    assert "--resume" in complaint(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("change", ["seed=5", "model.new.hidden_size=48", "algorithm=gspo"])
+def test_a_resumed_run_cannot_become_another(
+    change: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    arguments = ("train", str(write_recipe(finished.parent)), f"run.dir={run}", "trainer.steps=3", "warmup=null", "--resume")
+    assert tandem(*arguments, change) == 2
+    assert change.split("=")[1] in complaint(capsys)
+    assert (run / "config.yaml").read_text() == config
+    assert tandem(*arguments) == 0
+    assert "resuming with trainer.steps=3 where the run had 2" in capsys.readouterr().out
+
+
+def test_two_runs_in_one_directory(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    descriptor = os.open(run, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert train(tmp_path, "warmup=null") == 2
+    os.close(descriptor)
+    assert "in use" in complaint(capsys)
+    assert (run / "summary.json").is_file()

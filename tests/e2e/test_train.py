@@ -124,6 +124,18 @@ def test_supervised_training_from_a_file(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 
+def test_a_demonstration_is_not_shown_to_the_policy(tmp_path: Path) -> None:
+    """Data with completions can be held out or trained on by reward: the policy sees the prompt alone."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "completion": f"{i + 1}", "answer": f"{i + 1}"}) + "\n" for i in range(10, 18))
+    )
+    overrides = ("agent={name: single_turn, env: null}", "trainer.steps=1", "data.heldout=null")
+    overrides += ("data.train.task=null", f"data.train.path={data}")
+    assert tandem("train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}", *overrides) == 0
+    assert all(sample["prompt"].endswith("+1=") for sample in read_lines(tmp_path / "run" / "samples.jsonl"))
+
+
 @pytest.mark.parametrize("task", ["arithmetic", "sorting", "countdown"])
 def test_every_built_in_task_runs(task: str, tmp_path: Path) -> None:
     recipe = RECIPE.replace("calculator", task).replace(f"agent: {{name: env, env: {task}, max_turns: 2}}", "agent: single_turn")

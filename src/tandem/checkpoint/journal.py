@@ -6,22 +6,29 @@ the disk when `record` returns, which costs a sync each: what is computed the sa
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from tandem.durable import AppendLog, dump, records, write_whole
+from tandem.durable import AppendLog, records
 from tandem.types import Json, RewardResult
 
 
 class Journal:
-    """Reward results by key, in a file of JSON lines; of two with one key the later counts."""
+    """Reward results by key, in a file of JSON lines; of two with one key the later counts. Opened at the first call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._log = AppendLog(path)
-        self._results = {str(record["key"]): _result(record) for record in records(path)}
+
+    @cached_property
+    def _log(self) -> AppendLog:
+        return AppendLog(self._path)
+
+    @cached_property
+    def _results(self) -> dict[str, RewardResult]:
+        assert self._log  # opening it cuts a torn last line
+        return {str(record["key"]): _result(record) for record in records(self._path)}
 
     def __len__(self) -> int:
         return len(self._results)
@@ -34,18 +41,9 @@ class Journal:
     def get(self, key: str) -> RewardResult | None:
         return self._results.get(key)
 
-    def forget(self, keys: Collection[str]) -> None:
-        """Drops results that a durable snapshot has consumed; the file holds the others when this returns."""
-        gone = self._results.keys() & set(keys)
-        if not gone:
-            return
-        self._results = {key: result for key, result in self._results.items() if key not in gone}
-        self._log.close()
-        write_whole(self._path, "".join(dump(_record(key, result)) + "\n" for key, result in self._results.items()))
-        self._log = AppendLog(self._path)
-
     def close(self) -> None:
-        self._log.close()
+        if "_log" in vars(self):
+            self._log.close()
 
 
 def _record(key: str, result: RewardResult) -> dict[str, Json]:

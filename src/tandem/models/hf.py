@@ -85,6 +85,7 @@ def save_decoder(decoder: Decoder, path: Path, eos_id: int | None = None) -> Non
             safetensors.torch.save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from error
+        (path / WEIGHTS).chmod(0o644)  # its writer leaves it to the owner alone
         (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -50,7 +50,9 @@ def before_after(summary: Summary) -> Table:
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
     for name in before:
-        if name in after and name not in ("n", "failed"):
+        if name == "failed" and before[name] + after.get(name, 0):
+            table.add_row("not judged, left out", f"{before[name]:.0f}", f"{after.get(name, 0):.0f}", "")
+        elif name in after and name not in ("n", "failed"):
             change = after[name] - before[name]
             style = "green" if change > 0 else "red" if change < 0 else ""
             table.add_row(

@@ -100,7 +100,7 @@ async def evaluate(
     async def cohort(ordinal: int, members: range, params: SamplingParams) -> list[Episode]:
         """Episodes of one task that are judged together, each with a reward."""
         nonlocal ended
-        task = dataset[ordinal]
+        task = dataset[ordinal].asked()
 
         async def one(member: int) -> Episode:
             key = Key("eval", ordinal, member)

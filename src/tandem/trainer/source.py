@@ -159,7 +159,7 @@ class RolloutSource:
             take.cancel()
 
     async def _group(self, group: GroupKey) -> None:
-        task = self._dataset[self._order.position(group.ordinal)]
+        task = self._dataset[self._order.position(group.ordinal)].asked()
         episodes = await self._episodes(task, group)
         judged, dropped = to_judge(episodes, self._config.stops)
         if judged:
