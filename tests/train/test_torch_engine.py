@@ -61,21 +61,29 @@ def test_rows_without_a_masked_token_do_not_pass(passes: list[tuple[int, int]]) 
 
 @pytest.mark.parametrize("max_grad_norm", [0.05, 1e9])
 def test_a_step_is_adamw_on_the_clipped_gradient(max_grad_norm: float) -> None:
-    config = TrainConfig(lr=0.1, eps=1e-3, weight_decay=0.01, warmup_steps=2, max_grad_norm=max_grad_norm)
+    """Two steps: in the first, the bias correction hides the betas."""
+    slow, fast = 0.6, 0.7
+    config = TrainConfig(lr=0.1, betas=(slow, fast), eps=1e-3, weight_decay=0.01, warmup_steps=2, max_grad_norm=max_grad_norm)
     engine = TorchEngine(tiny_decoder(), config)
-    engine.forward_backward(make_rows([6, 4]), GRPO)
     named = dict(engine.decoder.named_parameters())
-    before = {name: parameter.detach().clone() for name, parameter in named.items()}
-    gradients = {name: parameter.grad.clone() for name, parameter in named.items() if parameter.grad is not None}
-    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
-    metrics = engine.step().values_by_name()
-    assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert norm > 0.05
-    assert metrics["train/lr"] == 0.05
-    for name, gradient in gradients.items():
-        clipped = gradient * min(1.0, max_grad_norm / norm)
-        want = before[name] * (1 - 0.05 * 0.01) - 0.05 * clipped / (clipped.abs() + 1e-3)
-        torch.testing.assert_close(named[name].detach(), want, atol=1e-5, rtol=1e-4)
+    first = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
+    second = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
+    for step, lr in ((1, 0.05), (2, 0.1)):
+        engine.forward_backward(make_rows([6, 4]), GRPO)
+        before = {name: parameter.detach().clone() for name, parameter in named.items()}
+        gradients = {name: parameter.grad.clone() for name, parameter in named.items() if parameter.grad is not None}
+        norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+        metrics = engine.step().values_by_name()
+        assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert norm > 0.05
+        assert metrics["train/lr"] == lr
+        for name, gradient in gradients.items():
+            clipped = gradient * min(1.0, max_grad_norm / norm)
+            first[name] = slow * first[name] + (1 - slow) * clipped
+            second[name] = fast * second[name] + (1 - fast) * clipped**2
+            mean, square = first[name] / (1 - slow**step), second[name] / (1 - fast**step)
+            want = before[name] * (1 - lr * 0.01) - lr * mean / (square.sqrt() + 1e-3)
+            torch.testing.assert_close(named[name].detach(), want, atol=1e-5, rtol=1e-4)
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_named() -> None:
