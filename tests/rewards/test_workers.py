@@ -202,7 +202,7 @@ def test_what_a_function_decided_is_not_recorded() -> None:
 
 
 SCRIPT = """
-import asyncio, sys
+import asyncio, sys, time
 from tandem.rewards.workers import FunctionReward, RewardConfig
 from tests.rewards.episodes import group, task
 
@@ -213,6 +213,10 @@ async def main():
     print(worker._process.pid, flush=True)
     if sys.argv[1] == "hang":
         await reward(task(), group("hang"))
+    if sys.argv[1] == "read nothing":
+        asyncio.ensure_future(reward(task(), group("a")))
+        await asyncio.sleep(0)
+        time.sleep(60)
     await reward.close()
 
 asyncio.run(main())
@@ -225,11 +229,13 @@ def test_nothing_is_said_at_the_interpreters_end() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_workers_end_with_a_process_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", SCRIPT, "hang"], stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("way", ["hang", "read nothing"])
+def test_workers_end_with_a_process_that_is_killed(way: str) -> None:
+    """In the middle of a group, or with an answer that is not read."""
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, way], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         worker = int(process.stdout.readline())
-        time.sleep(0.2)
+        time.sleep(0.3)
         process.send_signal(signal.SIGKILL)
         process.wait()
     deadline = time.monotonic() + 10

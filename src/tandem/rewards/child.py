@@ -114,10 +114,12 @@ def _result(name: str, value: Any, promise: str) -> RewardResult:
 
 def _receive(connection: socket.socket, groups: SimpleQueue[bytes]) -> None:
     """Its own thread, so that a worker that is stuck in a function ends when nobody waits for it any more."""
-    with connection.makefile("rb") as frames:
-        while header := frames.read(HEADER.size):
-            groups.put(frames.read(*HEADER.unpack(header)))
-    os._exit(0)
+    try:
+        with connection.makefile("rb") as frames:
+            while header := frames.read(HEADER.size):
+                groups.put(frames.read(*HEADER.unpack(header)))
+    finally:
+        os._exit(0)  # also where the other end died with an answer unread, which is a connection reset, or within a frame
 
 
 def _send(connection: socket.socket, answer: Answer) -> None:
