@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tandem.algos import advantages, returns
 from tandem.algos.aggregation import aggregate, loss_weights
-from tandem.algos.table import loss_function
+from tandem.algos.functions import loss_function
 from tandem.algos.terms import LossInputs
 
 ROWS, TOKENS, GROUP, ROUNDS = 512, 1024, 8, 5

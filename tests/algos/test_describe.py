@@ -7,8 +7,9 @@ import re
 import pytest
 
 from tandem.algos.describe import description, listing, own_defaults
+from tandem.algos.functions import CORRECTIONS
 from tandem.algos.notes import NOTES
-from tandem.algos.table import ALGORITHMS, CORRECTIONS, configure, parameter_types
+from tandem.algos.table import ALGORITHMS, configure, parameter_types
 from tandem.errors import RegistryError
 
 REQUIRED = {"dr_grpo": {"length_constant": 8.0}}

@@ -9,19 +9,10 @@ import torch
 from torch import Tensor
 
 from tandem.algos.aggregation import aggregate
+from tandem.algos.columns import credit, credit_gives, derive, derived_columns, loss_ref, step_columns
 from tandem.algos.corrections import combine, token_tis
-from tandem.algos.table import (
-    ALGORITHMS,
-    CORRECTIONS,
-    configure,
-    credit,
-    credit_gives,
-    derive,
-    derived_columns,
-    loss_function,
-    loss_ref,
-    step_columns,
-)
+from tandem.algos.functions import CORRECTIONS, loss_function
+from tandem.algos.table import ALGORITHMS, configure
 from tandem.algos.terms import LossInputs, keep
 from tandem.errors import ConfigError
 from tandem.types import Algorithm

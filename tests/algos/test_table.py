@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.algos import table
+from tandem.algos import functions
+from tandem.algos.columns import advantages, loss_ref, step_columns
 from tandem.algos.filters import varied_rewards
-from tandem.algos.table import ALGORITHMS, advantages, configure, keep_function, loss_ref, step_columns
+from tandem.algos.functions import keep_function
+from tandem.algos.table import ALGORITHMS, configure
 from tandem.algos.terms import LossInputs, TokenLoss
 from tandem.errors import ConfigError, RegistryError
 from tandem.types import Algorithm, Metrics
@@ -113,7 +115,7 @@ def test_an_algorithm_of_ones_own_by_path() -> None:
     with pytest.raises(ConfigError, match="reads column 'values'"):
         configure(f"{HERE}:GREEDY")
     with pytest.raises(ConfigError, match="cannot be called"):
-        table.loss_function(f"{HERE}:MINE")
+        functions.loss_function(f"{HERE}:MINE")
 
 
 @pytest.mark.parametrize(

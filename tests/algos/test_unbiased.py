@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tandem.algos import advantages, returns
 from tandem.algos.aggregation import Aggregation, aggregate, loss_weights
+from tandem.algos.functions import loss_function
 from tandem.algos.kl import KLEstimator, KLGradient, kl_divergence
-from tandem.algos.table import loss_function
 from tandem.algos.terms import LossInputs
 
 V = 3

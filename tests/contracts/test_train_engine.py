@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.algos.table import configure, loss_ref
+from tandem.algos.columns import loss_ref
+from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
 from tandem.models.decoder import init_decoder

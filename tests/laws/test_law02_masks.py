@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tandem.algos import aggregation
-from tandem.algos.table import configure, loss_ref
+from tandem.algos.columns import loss_ref
+from tandem.algos.table import configure
 from tandem.data_proto import DataProto, Side
 from tandem.models.heads import row_logprobs
 from tandem.train.config import TrainConfig

@@ -11,7 +11,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tandem.algos.table import advantages, configure
+from tandem.algos.columns import advantages
+from tandem.algos.table import configure
 from tests.laws.breaking import Breaker
 
 ALGORITHMS = [

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from tandem.algos import advantages, aggregation
 from tandem.algos.aggregation import AGGREGATIONS, Aggregation
-from tandem.algos.table import configure, loss_function, loss_ref
+from tandem.algos.columns import loss_ref
+from tandem.algos.functions import loss_function
+from tandem.algos.table import configure
 from tandem.algos.terms import LossInputs
 from tandem.data_proto import DataProto
 from tandem.train.config import TrainConfig

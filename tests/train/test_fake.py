@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tandem.algos.table import configure, loss_ref
+from tandem.algos.columns import loss_ref
+from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.train.config import TrainConfig
 from tandem.train.fake import FakeTrainEngine

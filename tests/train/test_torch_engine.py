@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.algos.table import configure, loss_ref
+from tandem.algos.columns import loss_ref
+from tandem.algos.table import configure
 from tandem.algos.terms import LossInputs, TokenLoss
 from tandem.errors import NonFiniteError
 from tandem.models.decoder import init_decoder

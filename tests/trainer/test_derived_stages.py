@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tandem.algos.table import configure, step_needs
+from tandem.algos.columns import step_needs
+from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.queue.fake import FakeQueue
 from tandem.trainer.plan import BatchStage, plan

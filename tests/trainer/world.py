@@ -14,7 +14,8 @@ import torch
 
 from tandem.agents.single_turn import SingleTurn
 from tandem.algos.aggregation import aggregate
-from tandem.algos.table import configure, loss_function
+from tandem.algos.functions import loss_function
+from tandem.algos.table import configure
 from tandem.algos.terms import LossInputs
 from tandem.data.fake import FakeDataset
 from tandem.data_proto import DataProto

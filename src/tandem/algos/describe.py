@@ -10,20 +10,12 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from tandem.algos.columns import credit_needs, derived_columns
 from tandem.algos.composition import inputs_of, parameters_of, parts_of, types_of
+from tandem.algos.functions import CORRECTIONS, advantage_functions, correction_function, loss_function
 from tandem.algos.notes import NOTES
 from tandem.algos.rows import EVERY_UPDATE
-from tandem.algos.table import (
-    ALGORITHMS,
-    CORRECTIONS,
-    advantage_functions,
-    correction_function,
-    credit_needs,
-    derived_columns,
-    functions_of,
-    loss_function,
-    parameter_types,
-)
+from tandem.algos.table import ALGORITHMS, functions_of, parameter_types
 from tandem.registry import resolve
 from tandem.types import Algorithm, Json
 

@@ -2,93 +2,47 @@
 
 A row names an advantage estimator, a policy loss and an aggregation, and says which columns an update reads; the
 pipeline is derived from those. Its parameters are the keyword-only parameters of its functions, with the row's own
-defaults where they differ. "+" joins functions: losses add up ("ppo_clip+kl"), and what follows an estimator works on
-its token advantages ("group_baseline+whiten"). Positional parameters of an estimator are columns by name: `values_N`
-is column `values`, and whatever reads `mask_N` is one of tokens. To add an algorithm: write its functions in their
-modules, name them here, add a row. A recipe may also name a function or a whole row of its own as "package.module:attr".
+defaults where they differ. To add an algorithm: write its functions in their modules, name them in functions.py, add a row.
+A recipe may also name a whole row of its own as "package.module:attr".
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, cast, get_type_hints
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from tandem.algos.advantages import spread
-from tandem.algos.aggregation import loss_weights, mean_over
-from tandem.algos.composition import arguments, inputs_of, loss_sum, parameters_of, parts_of, types_of
-from tandem.algos.corrections import Correction, combine
-from tandem.algos.returns import Credit
+from tandem.algos.aggregation import loss_weights
+from tandem.algos.columns import (
+    AGGREGATION,
+    as_mapping,
+    bound,
+    corrections_of,
+    credit,
+    credit_needs,
+    derive,
+    derived_columns,
+    loss_ref,
+    step_columns,
+    step_gives,
+)
+from tandem.algos.composition import parameters_of, parts_of, types_of
+from tandem.algos.functions import DERIVED, advantage_functions, correction_function, derived_function, keep_function, loss_function
 from tandem.algos.rows import EVERY_UPDATE, ROWS
-from tandem.algos.segments import on_tokens
-from tandem.algos.terms import LossFunction, LossInputs, scope_of
+from tandem.algos.terms import LossInputs, scope_of
 from tandem.errors import ConfigError
 from tandem.registry import resolve
-from tandem.types import Algorithm, Json, LossRef, Metrics
-
-AdvantageFunction = Callable[..., Tensor]
-KeepFunction = Callable[[Tensor], bool]
-
-_HERE = "tandem.algos"
-LOSSES = {
-    **{
-        name: f"{_HERE}.policy_losses:{name}"
-        for name in (
-            *("ppo_clip", "importance_weighted", "reinforce", "truncated_reinforce", "tapered_reinforce", "cispo", "sapo"),
-            *("mirror_descent", "dppo_tv", "dppo_kl", "kl_cov", "clip_cov"),
-        )
-    },
-    **{
-        name: f"{_HERE}.sequence_losses:{name}"
-        for name in ("sequence_clip", "geometric_mean", "variational_reinforce", "squared_preference")
-    },
-    **{name: f"{_HERE}.extra_terms:{name}" for name in ("squared_log_ratio", "positive_nll", "reverse_kl_policy_gradient")},
-    "kl": f"{_HERE}.extra_terms:kl_term",
-    "distillation": f"{_HERE}.extra_terms:distillation_term",
-    "nll": f"{_HERE}.supervised:negative_log_likelihood",
-}
-ADVANTAGES = {
-    **{
-        name: f"{_HERE}.advantages:{name}"
-        for name in (
-            *("group_baseline", "batch_baseline", "no_baseline", "length_weighted_baseline", "nonzero_scaled_baseline"),
-            *("mean_normalized", "best_of_group", "decoupled_normalization", "soft_mean_centred"),
-        )
-    },
-    **{
-        name: f"{_HERE}.returns:{name}"
-        for name in (
-            *("discounted_returns", "greedy_baseline", "gae", "decoupled_gae", "process_and_outcome"),
-            *("optimal_token_baseline", "teacher_advantage", "reverse_kl", "whiten"),
-        )
-    },
-}
-CORRECTIONS = {
-    name: f"{_HERE}.corrections:{name}"
-    for name in (
-        *("token_tis", "seq_tis", "icepop", "kpop", "token_trust_region", "m2po", "sequence_mask", "seq_mask_tis"),
-        *("sequence_trust_region", "off_policy_sequence_mask", "rejection_sampling"),
-    )
-}
-FILTERS = {"varied_rewards": f"{_HERE}.filters:varied_rewards"}
-DERIVED = {
-    "token_rewards": f"{_HERE}.returns:token_rewards",
-    "most_covariant": f"{_HERE}.selection:most_covariant",
-    "random_covariant": f"{_HERE}.selection:random_covariant",
-}
-"""Columns that a function gives from other columns of the whole batch, before it is split."""
+from tandem.types import Algorithm, Json
 
 COLUMN_OF: dict[str, str] = {"kl_coef": "ref_logprobs", "correction": "correction"}
 """Parameters that make the update read one more column when they are set."""
 
-_AGGREGATION = ("aggregation", "length_constant")
 _POLICY_TYPES: dict[str, Any] = {
     "correction": str | dict[str, dict[str, Any]] | None,
     "denominator": Literal["all", "kept"],
@@ -97,179 +51,6 @@ _POLICY_TYPES: dict[str, Any] = {
 """What every row with an advantage takes. correction: see `configure`. denominator: whether tokens that a correction drops
 are counted. bypass: the sampler's logprobs stand for old_logprobs, and no pass of the trainer computes them."""
 _POLICY_DEFAULTS: dict[str, Json] = {"correction": None, "denominator": "all", "bypass": False}
-_NOT_COLUMNS = frozenset({"groups", "token_counts", "lengths"})
-
-
-def loss_function(name: str) -> LossFunction:
-    """The loss `(LossInputs, *, parameters) -> TokenLoss` of this name or path, or the sum of those joined by "+"."""
-    return loss_sum(*(cast("LossFunction", _function(part, LOSSES, "loss")) for part in name.split("+")))
-
-
-def advantage_functions(name: str) -> tuple[AdvantageFunction, ...]:
-    """The estimator of this name or path, and what is joined to it by "+"."""
-    return tuple(_function(part, ADVANTAGES, "advantage estimator") for part in name.split("+"))
-
-
-def correction_function(name: str) -> Callable[..., Correction]:
-    """The correction of this name or path."""
-    return _function(name, CORRECTIONS, "correction")
-
-
-def keep_function(name: str) -> KeepFunction:
-    """The filter `(rewards [n] of one group) -> bool` of this name or path."""
-    return cast("KeepFunction", _function(name, FILTERS, "group filter"))
-
-
-def _function(name: str, table: Mapping[str, str], kind: str) -> Callable[..., Any]:
-    found = resolve(name, table, kind=kind)
-    if not callable(found):
-        raise ConfigError(f"{kind} {name!r} is {found!r}, which cannot be called")
-    return found
-
-
-# ------------------------------------------------------------------------------------------------- using a row
-
-
-def loss_ref(algorithm: Algorithm) -> LossRef:
-    """The loss of a configured algorithm with its parameters, as a TrainEngine takes it."""
-    return LossRef(algorithm.loss, arguments(loss_function(algorithm.loss), algorithm.params))
-
-
-def advantages(algorithm: Algorithm, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
-    """[B] float32, one an episode; for an estimator that needs no other column."""
-    assert algorithm.advantage is not None, f"{algorithm.name} has no advantage estimator"
-    function = advantage_functions(algorithm.advantage)[0]
-    columns = {"rewards": rewards_B, "groups": groups_B}
-    return function(*_bound(function, columns), **arguments(function, algorithm.params))
-
-
-def credit_needs(algorithm: Algorithm) -> frozenset[str]:
-    """The columns from which `credit` makes advantages."""
-    assert algorithm.advantage is not None, f"{algorithm.name} has no advantage estimator"
-    functions = advantage_functions(algorithm.advantage)
-    return frozenset({"mask"}).union(*(_columns_of(function, algorithm) for function in functions)) - {"advantages"}
-
-
-def credit_gives(algorithm: Algorithm) -> frozenset[str]:
-    """Column `advantages`, and `returns` where the estimator is one of tokens."""
-    assert algorithm.advantage is not None, f"{algorithm.name} has no advantage estimator"
-    first = advantage_functions(algorithm.advantage)[0]
-    return frozenset({"advantages", "returns"} if get_type_hints(first)["return"] is Credit else {"advantages"})
-
-
-def credit(
-    algorithm: Algorithm, rows: Mapping[str, Tensor], episodes: Mapping[str, Tensor], episode_of_row_B: Tensor
-) -> dict[str, Tensor]:
-    """The columns of `credit_gives`, [N].
-
-    Args:
-        algorithm: a configured row with an estimator.
-        rows: columns of the rows by name, with `mask` [N], `lengths` [B] and `groups` int64 [B].
-        episodes: what an estimator of episodes reads, one entry an episode: `rewards`, `groups`, `token_counts`, ...
-        episode_of_row_B: int64 [B], which episode a row belongs to. An advantage of an episode goes to all its rows.
-    """
-    assert algorithm.advantage is not None, f"{algorithm.name} has no advantage estimator"
-    found: dict[str, Tensor] = {}
-    for function in advantage_functions(algorithm.advantage):
-        of_tokens = "mask" in map(_column, inputs_of(function))
-        columns = {**rows, **found} if of_tokens else episodes
-        result = function(*_bound(function, columns), **arguments(function, algorithm.params))
-        if isinstance(result, Credit):
-            found |= result._asdict()
-        elif of_tokens:
-            found["advantages"] = result
-        else:
-            found["advantages"] = spread(result[episode_of_row_B], rows["mask"], rows["lengths"])
-    return found
-
-
-def derived_columns(algorithm: Algorithm) -> dict[str, frozenset[str]]:
-    """Columns that `derive` can give for this algorithm, and what each needs."""
-    names = (algorithm.needs | (credit_needs(algorithm) if algorithm.advantage is not None else frozenset[str]())) & DERIVED.keys()
-    found = {name: _columns_of(_derived(name), algorithm) | {"mask"} for name in sorted(names)}
-    if algorithm.params.get("correction"):
-        functions = [function for function, _ in _corrections(algorithm)]
-        found["correction"] = frozenset({"mask"}).union(*(_columns_of(function, algorithm) for function in functions))
-    return found
-
-
-def derive(algorithm: Algorithm, column: str, rows: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-    """Token column `column` of a whole batch, [N]; see `derived_columns`. `rows` has `mask` and `lengths` too."""
-    if column == "correction":
-        found = combine([function(*_bound(function, rows), **params) for function, params in _corrections(algorithm)])
-        return found.column, Metrics(found.metrics or {})
-    function = _derived(column)
-    return function(*_bound(function, rows), **arguments(function, algorithm.params)), Metrics()
-
-
-def step_needs(algorithm: Algorithm) -> frozenset[str]:
-    """The columns that `step_columns` reads."""
-    kept = algorithm.params.get("denominator") == "kept"
-    found = {"mask": True, "correction": kept, "rewards": "positive_scale" in step_gives(algorithm)}
-    return frozenset(name for name, needed in found.items() if needed)
-
-
-def step_gives(algorithm: Algorithm) -> frozenset[str]:
-    """The columns that `step_columns` gives; the update reads them beside `algorithm.needs`."""
-    positive = "positive_nll" in algorithm.loss.split("+")
-    return frozenset({"loss_weights", "positive_scale"} if positive else {"loss_weights"})
-
-
-def step_columns(algorithm: Algorithm, rows: Mapping[str, Tensor], *, ranks: int = 1) -> dict[str, Tensor]:
-    """Column `loss_weights` of the rows of one optimiser step, [N] float32, and `positive_scale` where a term needs it.
-
-    See `aggregation.loss_weights`. With denominator "kept", dropped tokens are not counted. `rows` has `lengths` too.
-    """
-    chosen: dict[str, Any] = {name: algorithm.params[name] for name in _AGGREGATION}
-    mask_N = rows["mask"]
-    if "correction" in step_needs(algorithm):
-        mask_N = mask_N & (rows["correction"] != 0)
-    weights_N = loss_weights(mask_N, rows["lengths"], ranks=ranks, **chosen)
-    if "positive_scale" not in step_gives(algorithm):
-        return {"loss_weights": weights_N}
-    positive_N = mask_N & (on_tokens(rows["rewards"], rows["lengths"]) > 0)
-    return {"loss_weights": weights_N, "positive_scale": mean_over(positive_N, weights_N, ranks=ranks)}
-
-
-def _derived(column: str) -> Callable[..., Tensor]:
-    return _function(column, DERIVED, "derived column")
-
-
-def _bound(function: Callable[..., Any], columns: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """Its positional arguments: `values_N` is columns["values"]; one with a default may be missing."""
-    parameters = inspect.signature(function).parameters
-    optional = {name for name in inputs_of(function) if parameters[name].default is not inspect.Parameter.empty}
-    return [columns.get(_column(name)) if name in optional else columns[_column(name)] for name in inputs_of(function)]
-
-
-def _column(parameter: str) -> str:
-    """`values_N` and `values` both name column `values`."""
-    return re.sub(r"_[A-Z0-9]+$", "", parameter)
-
-
-def _columns_of(function: Callable[..., Any], algorithm: Algorithm) -> frozenset[str]:
-    """Columns that its positional parameters name; optional ones are those of a KL penalty in the reward."""
-    parameters = inspect.signature(function).parameters
-    penalty = bool(algorithm.params.get("reward_kl_coef"))
-    return (
-        frozenset(_column(name) for name in inputs_of(function) if parameters[name].default is inspect.Parameter.empty or penalty)
-        - _NOT_COLUMNS
-    )
-
-
-def _corrections(algorithm: Algorithm) -> list[tuple[Callable[..., Correction], dict[str, Any]]]:
-    chosen = _as_mapping(algorithm.params["correction"])
-    return [(correction_function(name), dict(cast("Mapping[str, Any]", params))) for name, params in chosen.items()]
-
-
-def _as_mapping(correction: Json) -> dict[str, Json]:
-    """`icepop` is short for `{icepop: {}}`."""
-    if isinstance(correction, str):
-        return {correction: {}}
-    return {} if correction is None else dict(cast("Mapping[str, Json]", correction))
-
-
-# -------------------------------------------------------------------------------------------- configuring a row
 
 
 def configure(name: str, params: Mapping[str, Json] | None = None) -> Algorithm:
@@ -326,7 +107,7 @@ def _misfits(owner: str, given: Mapping[str, Json], types: Mapping[str, Any]) ->
 
 def _correction_misfits(row: Algorithm, params: Mapping[str, Json]) -> list[str]:
     problems: list[str] = []
-    for name, given in _as_mapping(params.get("correction")).items():
+    for name, given in as_mapping(params.get("correction")).items():
         function = correction_function(name)
         types = types_of(function)
         if not isinstance(given, Mapping):
@@ -346,12 +127,12 @@ def functions_of(row: Algorithm) -> list[Callable[..., Any]]:
     if row.advantage is not None:
         found += advantage_functions(row.advantage)
         columns |= credit_needs(row)
-    return found + [_derived(name) for name in sorted(columns & DERIVED.keys())]
+    return found + [derived_function(name) for name in sorted(columns & DERIVED.keys())]
 
 
 def parameter_types(row: Algorithm) -> dict[str, Any]:
     """The type of each parameter; a name that two functions share means the same to both."""
-    types = {name: types_of(loss_weights)[name] for name in _AGGREGATION}
+    types = {name: types_of(loss_weights)[name] for name in AGGREGATION}
     if row.advantage is not None:
         types |= _POLICY_TYPES
     for function in functions_of(row):
@@ -361,7 +142,7 @@ def parameter_types(row: Algorithm) -> dict[str, Any]:
 
 def _complete(row: Algorithm) -> Algorithm:
     """The row with its functions' defaults for the parameters that it does not set."""
-    declared = {name: parameters_of(loss_weights)[name] for name in _AGGREGATION}
+    declared = {name: parameters_of(loss_weights)[name] for name in AGGREGATION}
     for function in functions_of(row):
         declared |= parameters_of(function)
     defaults = {name: each.default for name, each in declared.items() if each.default is not inspect.Parameter.empty}
@@ -399,7 +180,7 @@ def _rehearse_credit(algorithm: Algorithm, rows: dict[str, Tensor]) -> None:
         return
     if algorithm.params["bypass"]:
         raise ValueError("bypass=true makes old_logprobs the sampler's own, so a correction has nothing to correct: leave one out")
-    gates = {function: function(*_bound(function, rows), **params).gates for function, params in _corrections(algorithm)}
+    gates = {function: function(*bound(function, rows), **params).gates for function, params in corrections_of(algorithm)}
     whole = [part for part in parts_of(loss_function(algorithm.loss)) if scope_of(part) == "row"]
     for function, gate in gates.items():
         if gate == "token" and whole:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.algos.aggregation import aggregate
-from tandem.algos.table import loss_function
+from tandem.algos.functions import loss_function
 from tandem.algos.terms import LossInputs
 from tandem.data_proto import DataProto
 from tandem.durable import attempt

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from tandem.algos import table
+from tandem.algos import columns
 from tandem.data_proto import DataProto
 from tandem.errors import EmptyBatchError
 from tandem.faults import crash_point
@@ -32,7 +32,7 @@ class PolicyWorker:
         self.engine = engine
         self._queue = queue
         self._algorithm = algorithm
-        self._loss = table.loss_ref(algorithm)
+        self._loss = columns.loss_ref(algorithm)
 
     @register(Dispatch.SPLIT, Collect.SUM)
     async def forward(self, batch: BatchRef, column: str, against: str | None = None) -> Metrics:
@@ -45,17 +45,17 @@ class PolicyWorker:
     @register(Dispatch.RANK_ZERO, Collect.FIRST)
     async def weigh(self, batch: BatchRef) -> Metrics:
         """Writes `loss_weights` for these rows, which are one optimiser step. Raises EmptyBatchError where none counts."""
-        rows = await self._queue.get(batch.keys, table.step_needs(self._algorithm))
-        columns = table.step_columns(self._algorithm, {**rows.batch, "lengths": rows.lengths})
-        if not bool((columns["loss_weights"] != 0).any()):
+        rows = await self._queue.get(batch.keys, columns.step_needs(self._algorithm))
+        found = columns.step_columns(self._algorithm, {**rows.batch, "lengths": rows.lengths})
+        if not bool((found["loss_weights"] != 0).any()):
             raise EmptyBatchError(f"every loss weight of the {len(rows)} rows is zero: there is nothing to train on")
-        await self._queue.write(DataProto.make(rows.keys, rows.lengths, token=columns))
+        await self._queue.write(DataProto.make(rows.keys, rows.lengths, token=found))
         return Metrics.sum({"train/tokens": int(rows["mask"].sum())})
 
     @register(Dispatch.SPLIT, Collect.SUM)
     async def update(self, batch: BatchRef) -> Metrics:
         """One optimiser step on these rows."""
-        rows = await self._queue.get(batch.keys, self._algorithm.needs | _PASS | table.step_gives(self._algorithm))
+        rows = await self._queue.get(batch.keys, self._algorithm.needs | _PASS | columns.step_gives(self._algorithm))
         metrics, _ = self.engine.forward_backward(rows, self._loss)
         crash_point("update.before_step")
         metrics += self.engine.step()

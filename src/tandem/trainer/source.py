@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, cast
 
-from tandem.algos.table import keep_function
+from tandem.algos.functions import keep_function
 from tandem.errors import RunError
 from tandem.faults import crash_point
 from tandem.ports import LLM, AgentLoop, Dataset, Lease, Reward, RolloutEngine, TransferQueue

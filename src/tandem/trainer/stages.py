@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from tandem.algos import table
+from tandem.algos import columns
 from tandem.algos.segments import row_counts, row_max
 from tandem.data_proto import DataProto
 from tandem.ports import TransferQueue, WorkerGroup
@@ -46,8 +46,8 @@ def advantages(algorithm: Algorithm, queue: TransferQueue) -> BatchStage:
     """
     return on_rows(
         "advantages",
-        needs=table.credit_needs(algorithm),
-        gives=table.credit_gives(algorithm),
+        needs=columns.credit_needs(algorithm),
+        gives=columns.credit_gives(algorithm),
         function=lambda rows: episode_advantages(rows, algorithm),
         queue=queue,
         scope="batch",
@@ -70,13 +70,13 @@ def episode_advantages(rows: DataProto, algorithm: Algorithm) -> tuple[DataProto
     of_rows = {**rows.batch, "lengths": rows.lengths, "groups": groups_E[episode_B]}
     of_episodes = {name: column[list(first.values())] for name, column in rows.batch.items() if name not in rows.token_level}
     of_episodes |= {"groups": groups_E, "token_counts": counts_B.new_zeros(len(places)).index_add(0, episode_B, counts_B)}
-    columns = table.credit(algorithm, of_rows, of_episodes, episode_B)
-    size_B = row_max(columns["advantages"].abs(), rows["mask"], rows.lengths)
+    found = columns.credit(algorithm, of_rows, of_episodes, episode_B)
+    size_B = row_max(found["advantages"].abs(), rows["mask"], rows.lengths)
     size_E = size_B.new_zeros(len(places)).scatter_reduce(0, episode_B, size_B, "amax", include_self=False)
     moved = size_E.new_zeros(len(groups)).index_add(0, groups_E, size_E) > 0
     metrics = Metrics.mean({"train/advantage_abs": size_E.mean().item()}, len(places))
     metrics += Metrics.mean({"train/groups_without_advantage": 1 - moved.float().mean().item()}, len(groups))
-    return rows.with_columns(token={name: column.float() for name, column in columns.items()}), metrics
+    return rows.with_columns(token={name: column.float() for name, column in found.items()}), metrics
 
 
 def derived(algorithm: Algorithm, queue: TransferQueue, *, seed: int) -> tuple[BatchStage, ...]:
@@ -90,12 +90,12 @@ def derived(algorithm: Algorithm, queue: TransferQueue, *, seed: int) -> tuple[B
             known = {**rows.batch, "lengths": rows.lengths}
             if "uniforms" in needs:
                 known["uniforms"] = _uniforms(rows, seed)
-            values, metrics = table.derive(algorithm, column, known)
+            values, metrics = columns.derive(algorithm, column, known)
             return rows.with_columns(token={column: values.float()}), metrics.prefixed("train")
 
         return on_rows(column, needs - {"uniforms"}, frozenset({column}), function, queue, "batch")
 
-    return tuple(stage(column, needs) for column, needs in table.derived_columns(algorithm).items())
+    return tuple(stage(column, needs) for column, needs in columns.derived_columns(algorithm).items())
 
 
 def _uniforms(rows: DataProto, seed: int) -> torch.Tensor:

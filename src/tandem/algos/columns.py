@@ -1,0 +1,165 @@
+"""The columns of an update, made with a configured row: advantages, what is derived from a whole batch, loss weights.
+
+Positional parameters of a function are columns by name: `values_N` is column `values`, and whatever reads `mask_N` is one
+of tokens. For each function that gives columns there is one that says which, and one that says what it needs, so that a
+pipeline can be planned before a batch exists.
+
+Legend: B rows, N packed tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, cast, get_type_hints
+
+from torch import Tensor
+
+from tandem.algos.advantages import spread
+from tandem.algos.aggregation import loss_weights, mean_over
+from tandem.algos.composition import arguments, inputs_of
+from tandem.algos.corrections import Correction, combine
+from tandem.algos.functions import DERIVED, advantage_functions, correction_function, derived_function, loss_function
+from tandem.algos.returns import Credit
+from tandem.algos.segments import on_tokens
+from tandem.types import Algorithm, Json, LossRef, Metrics
+
+AGGREGATION = ("aggregation", "length_constant")
+"""Parameters of every row: how token losses are averaged."""
+_NOT_COLUMNS = frozenset({"groups", "token_counts", "lengths"})
+
+
+def loss_ref(algorithm: Algorithm) -> LossRef:
+    """The loss of a configured algorithm with its parameters, as a TrainEngine takes it."""
+    return LossRef(algorithm.loss, arguments(loss_function(algorithm.loss), algorithm.params))
+
+
+def advantages(algorithm: Algorithm, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+    """[B] float32, one an episode; for an estimator that needs no other column."""
+    assert algorithm.advantage is not None, f"{algorithm.name} has no advantage estimator"
+    function = advantage_functions(algorithm.advantage)[0]
+    columns = {"rewards": rewards_B, "groups": groups_B}
+    return function(*bound(function, columns), **arguments(function, algorithm.params))
+
+
+def credit_needs(algorithm: Algorithm) -> frozenset[str]:
+    """The columns from which `credit` makes advantages."""
+    assert algorithm.advantage is not None, f"{algorithm.name} has no advantage estimator"
+    functions = advantage_functions(algorithm.advantage)
+    return frozenset({"mask"}).union(*(_columns_of(function, algorithm) for function in functions)) - {"advantages"}
+
+
+def credit_gives(algorithm: Algorithm) -> frozenset[str]:
+    """Column `advantages`, and `returns` where the estimator is one of tokens."""
+    assert algorithm.advantage is not None, f"{algorithm.name} has no advantage estimator"
+    first = advantage_functions(algorithm.advantage)[0]
+    return frozenset({"advantages", "returns"} if get_type_hints(first)["return"] is Credit else {"advantages"})
+
+
+def credit(
+    algorithm: Algorithm, rows: Mapping[str, Tensor], episodes: Mapping[str, Tensor], episode_of_row_B: Tensor
+) -> dict[str, Tensor]:
+    """The columns of `credit_gives`, [N].
+
+    Args:
+        algorithm: a configured row with an estimator.
+        rows: columns of the rows by name, with `mask` [N], `lengths` [B] and `groups` int64 [B].
+        episodes: what an estimator of episodes reads, one entry an episode: `rewards`, `groups`, `token_counts`, ...
+        episode_of_row_B: int64 [B], which episode a row belongs to. An advantage of an episode goes to all its rows.
+    """
+    assert algorithm.advantage is not None, f"{algorithm.name} has no advantage estimator"
+    found: dict[str, Tensor] = {}
+    for function in advantage_functions(algorithm.advantage):
+        of_tokens = "mask" in map(_column, inputs_of(function))
+        columns = {**rows, **found} if of_tokens else episodes
+        result = function(*bound(function, columns), **arguments(function, algorithm.params))
+        if isinstance(result, Credit):
+            found |= result._asdict()
+        elif of_tokens:
+            found["advantages"] = result
+        else:
+            found["advantages"] = spread(result[episode_of_row_B], rows["mask"], rows["lengths"])
+    return found
+
+
+def derived_columns(algorithm: Algorithm) -> dict[str, frozenset[str]]:
+    """Columns that `derive` can give for this algorithm, and what each needs."""
+    names = (algorithm.needs | (credit_needs(algorithm) if algorithm.advantage is not None else frozenset[str]())) & DERIVED.keys()
+    found = {name: _columns_of(derived_function(name), algorithm) | {"mask"} for name in sorted(names)}
+    if algorithm.params.get("correction"):
+        functions = [function for function, _ in corrections_of(algorithm)]
+        found["correction"] = frozenset({"mask"}).union(*(_columns_of(function, algorithm) for function in functions))
+    return found
+
+
+def derive(algorithm: Algorithm, column: str, rows: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    """Token column `column` of a whole batch, [N]; see `derived_columns`. `rows` has `mask` and `lengths` too."""
+    if column == "correction":
+        found = combine([function(*bound(function, rows), **params) for function, params in corrections_of(algorithm)])
+        return found.column, Metrics(found.metrics or {})
+    function = derived_function(column)
+    return function(*bound(function, rows), **arguments(function, algorithm.params)), Metrics()
+
+
+def step_needs(algorithm: Algorithm) -> frozenset[str]:
+    """The columns that `step_columns` reads."""
+    kept = algorithm.params.get("denominator") == "kept"
+    found = {"mask": True, "correction": kept, "rewards": "positive_scale" in step_gives(algorithm)}
+    return frozenset(name for name, needed in found.items() if needed)
+
+
+def step_gives(algorithm: Algorithm) -> frozenset[str]:
+    """The columns that `step_columns` gives; the update reads them beside `algorithm.needs`."""
+    positive = "positive_nll" in algorithm.loss.split("+")
+    return frozenset({"loss_weights", "positive_scale"} if positive else {"loss_weights"})
+
+
+def step_columns(algorithm: Algorithm, rows: Mapping[str, Tensor], *, ranks: int = 1) -> dict[str, Tensor]:
+    """Column `loss_weights` of the rows of one optimiser step, [N] float32, and `positive_scale` where a term needs it.
+
+    See `aggregation.loss_weights`. With denominator "kept", dropped tokens are not counted. `rows` has `lengths` too.
+    """
+    chosen: dict[str, Any] = {name: algorithm.params[name] for name in AGGREGATION}
+    mask_N = rows["mask"]
+    if "correction" in step_needs(algorithm):
+        mask_N = mask_N & (rows["correction"] != 0)
+    weights_N = loss_weights(mask_N, rows["lengths"], ranks=ranks, **chosen)
+    if "positive_scale" not in step_gives(algorithm):
+        return {"loss_weights": weights_N}
+    positive_N = mask_N & (on_tokens(rows["rewards"], rows["lengths"]) > 0)
+    return {"loss_weights": weights_N, "positive_scale": mean_over(positive_N, weights_N, ranks=ranks)}
+
+
+def bound(function: Callable[..., Any], columns: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """Its positional arguments: `values_N` is columns["values"]; one with a default may be missing."""
+    parameters = inspect.signature(function).parameters
+    optional = {name for name in inputs_of(function) if parameters[name].default is not inspect.Parameter.empty}
+    return [columns.get(_column(name)) if name in optional else columns[_column(name)] for name in inputs_of(function)]
+
+
+def _column(parameter: str) -> str:
+    """`values_N` and `values` both name column `values`."""
+    return re.sub(r"_[A-Z0-9]+$", "", parameter)
+
+
+def _columns_of(function: Callable[..., Any], algorithm: Algorithm) -> frozenset[str]:
+    """Columns that its positional parameters name; optional ones are those of a KL penalty in the reward."""
+    parameters = inspect.signature(function).parameters
+    penalty = bool(algorithm.params.get("reward_kl_coef"))
+    return (
+        frozenset(_column(name) for name in inputs_of(function) if parameters[name].default is inspect.Parameter.empty or penalty)
+        - _NOT_COLUMNS
+    )
+
+
+def corrections_of(algorithm: Algorithm) -> list[tuple[Callable[..., Correction], dict[str, Any]]]:
+    chosen = as_mapping(algorithm.params["correction"])
+    return [(correction_function(name), dict(cast("Mapping[str, Any]", params))) for name, params in chosen.items()]
+
+
+def as_mapping(correction: Json) -> dict[str, Json]:
+    """`icepop` is short for `{icepop: {}}`."""
+    if isinstance(correction, str):
+        return {correction: {}}
+    return {} if correction is None else dict(cast("Mapping[str, Json]", correction))
