@@ -27,18 +27,11 @@ from typing import cast
 from rich.console import Console
 
 from tandem import device
-from tandem.assemble import (
-    Model,
-    Phase,
-    Rollout,
-    build_dataset,
-    build_model,
-    build_trackers,
-    main_phase,
-    open_rollout,
-    supervised,
-    warmup_phase,
-)
+from tandem.assemble.model import Model, build_model
+from tandem.assemble.phases import Phase, main_phase, supervised, warmup_phase
+from tandem.assemble.rollout import Rollout, open_rollout
+from tandem.assemble.tasks import build_dataset
+from tandem.assemble.trackers import build_trackers
 from tandem.checkpoint.journal import Journal
 from tandem.checkpoint.snapshots import SnapshotStore
 from tandem.checkpoint.wire import wire_hash

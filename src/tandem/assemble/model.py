@@ -1,0 +1,106 @@
+"""What is trained, with its text side: decoder, tokenizer, chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem import device
+from tandem.assemble.tasks import problem
+from tandem.errors import ConfigError, DeviceError, ModelError
+from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
+from tandem.models.hf import load_decoder, save_decoder
+from tandem.models.probe import ProbeResult, probe
+from tandem.recipe import DatasetSection, ModelSection, Recipe
+from tandem.text.renderer import PLAIN_TEMPLATE, TemplateRenderer
+from tandem.text.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from tandem.trainer.sampler import seed_of
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, with its text side; the probe says which law its numbers are under on this machine."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    renderer: TemplateRenderer
+    probed: ProbeResult
+
+    def save(self, directory: Path) -> None:
+        """As a Hugging Face directory."""
+        save_decoder(self.decoder, directory, self.tokenizer.eos_id)
+        self.tokenizer.save(directory)
+
+
+def build_model(recipe: Recipe) -> Model:
+    """Raises ModelError, DeviceError or ConfigError for what cannot be built."""
+    here = device.select(recipe.run.device)
+    if here.kind != "cpu":
+        raise DeviceError(
+            f"run.device={recipe.run.device} is not supported by this version, which runs on the CPU; use run.device=cpu"
+        )
+    device.configure_threads(recipe.run.threads)
+    dtype = here.dtype({"float32": "fp32", "bfloat16": "bf16"}[recipe.model.dtype])
+    tokenizer = _tokenizer(recipe)
+    template = _template(recipe.model.template) if recipe.model.template is not None else None
+    if recipe.model.path is not None:
+        decoder = load_decoder(recipe.model.path, dtype)
+    else:
+        decoder = init_decoder(_shape(recipe.model, tokenizer), seed_of(recipe.seed, "weights"), dtype)
+    if tokenizer.vocab_size > decoder.config.vocab_size:
+        raise ModelError(
+            f"the tokenizer of {tokenizer.origin} has {tokenizer.vocab_size} tokens and the model {decoder.config.vocab_size}; "
+            f"give model.tokenizer the directory of the model's own"
+        )
+    if recipe.engine.max_context > decoder.config.max_positions:
+        raise ConfigError(
+            f"engine.max_context={recipe.engine.max_context} is above the {decoder.config.max_positions} positions of the model"
+        )
+    return Model(decoder, tokenizer, TemplateRenderer(tokenizer, template), probe(decoder.config, dtype))
+
+
+def _template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"model.template={path} cannot be read: {problem}; give a text file with a chat template") from problem
+
+
+def _tokenizer(recipe: Recipe) -> Tokenizer:
+    directory = recipe.model.tokenizer or recipe.model.path
+    if directory is not None:
+        return load_tokenizer(directory)
+    kinds = [problem(section.task) for section in _datasets(recipe) if section.task is not None]
+    if not kinds:
+        raise ConfigError(
+            "model.new without model.tokenizer takes one token a character of its built-in task, and data names none; "
+            "give model.tokenizer a Hugging Face directory"
+        )
+    return character_tokenizer("".join(sorted(set("".join(kind.characters for kind in kinds)))), template=PLAIN_TEMPLATE)
+
+
+def _datasets(recipe: Recipe) -> list[DatasetSection]:
+    warmup = recipe.warmup.data if recipe.warmup is not None else None
+    return [section for section in (recipe.data.train, recipe.data.heldout, warmup) if section is not None]
+
+
+def _shape(model: ModelSection, tokenizer: Tokenizer) -> DecoderConfig:
+    new = model.new
+    assert new is not None
+    try:
+        return DecoderConfig(
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=new.hidden_size,
+            intermediate_size=new.intermediate_size,
+            num_layers=new.num_layers,
+            num_heads=new.num_heads,
+            num_kv_heads=new.num_kv_heads,
+            head_dim=new.head_dim or new.hidden_size // new.num_heads,
+            max_positions=new.max_positions,
+            rope_theta=new.rope_theta,
+            tie_embeddings=new.tie_embeddings,
+            attention_bias=new.attention_bias,
+            qk_norm=new.qk_norm,
+        )
+    except ValueError as problem:
+        raise ConfigError(f"model.new: {problem}") from problem

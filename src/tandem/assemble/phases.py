@@ -1,0 +1,167 @@
+"""A phase: one run of the loop with what it works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.algos.table import configure
+from tandem.assemble.model import Model
+from tandem.assemble.rollout import Rollout
+from tandem.assemble.tasks import build_dataset
+from tandem.checkpoint.in_place import InPlace
+from tandem.errors import ConfigError, PlanError
+from tandem.queue.memory import MemoryQueue
+from tandem.recipe import DatasetSection, Recipe
+from tandem.rollout.native import NativeEngine
+from tandem.runtime.inline import InlineGroup
+from tandem.train.config import TrainConfig
+from tandem.train.torch_engine import TorchEngine
+from tandem.trainer import stages
+from tandem.trainer.dataset import DatasetSource, DatasetSourceConfig
+from tandem.trainer.learner import LearnerConfig, PolicyLearner, PolicyWorker
+from tandem.trainer.plan import Plan, plan
+from tandem.trainer.sampler import seed_of
+from tandem.trainer.schedule import schedule
+from tandem.trainer.source import RolloutSource
+from tandem.types import Algorithm, PolicyRef
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One run of the loop with what it works on. The policy's versions count its steps."""
+
+    name: str
+    steps: int
+    algorithm: Algorithm
+    source: RolloutSource | DatasetSource
+    plan: Plan
+    learner: PolicyLearner
+    train: TorchEngine
+    queue: MemoryQueue
+    checkpoint: InPlace
+    engines: tuple[NativeEngine, ...]
+
+    async def connect(self) -> None:
+        await self.checkpoint.connect(self.train, self.engines)
+
+
+def supervised(recipe: Recipe) -> bool:
+    """Whether the main phase learns from demonstrations and not from rewards."""
+    return algorithm(recipe).advantage is None
+
+
+def algorithm(recipe: Recipe) -> Algorithm:
+    """Raises ConfigError for parameters that do not fit."""
+    return configure(recipe.algorithm.name, recipe.algorithm.params)
+
+
+def warmup_phase(recipe: Recipe, model: Model) -> Phase:
+    warmup = recipe.warmup
+    assert warmup is not None
+    return _supervised_phase(
+        recipe, model, "warmup", warmup.data, configure("sft"), warmup.steps, warmup.rows_per_step, warmup.train, LearnerConfig()
+    )
+
+
+def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
+    """rollout: None for a supervised one. Raises ConfigError for a batch that could never be trained on."""
+    _check_batch(recipe, algorithm(recipe))
+    if rollout is None:
+        return _supervised_phase(
+            recipe,
+            model,
+            "train",
+            recipe.data.train,
+            algorithm(recipe),
+            recipe.trainer.steps,
+            recipe.rollout.groups_per_step * recipe.rollout.group_size,
+            recipe.train,
+            recipe.learner,
+        )
+    queue, chosen = MemoryQueue(recipe.queue), algorithm(recipe)
+    engine = TorchEngine(model.decoder, recipe.train.over(_updates(recipe.trainer.steps, recipe.learner)))
+    workers = InlineGroup((PolicyWorker(engine, queue, chosen),))
+    source = RolloutSource(
+        dataset=build_dataset(recipe.data.train, "train", seed_of(recipe.seed, "tasks")),
+        agent=rollout.agent,
+        reward=rollout.reward,
+        make_llm=rollout.make_llm,
+        params=recipe.sampling,
+        queue=queue,
+        engines=(rollout.engine,),
+        algorithm=chosen,
+        schedule=schedule(recipe.trainer.mode, recipe.trainer.staleness),
+        config=recipe.rollout,
+        seed=recipe.seed,
+        policy=PolicyRef(),
+    )
+    old_logprobs = stages.bypass(queue) if chosen.params.get("bypass") else stages.old_logprobs(workers)
+    known = (stages.advantages(chosen, queue), old_logprobs, *stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived")))
+    try:
+        planned = plan(chosen.needs, source.columns, known)
+    except PlanError as problem:
+        raise ConfigError(f"algorithm {chosen.name} cannot be trained with yet: {problem}") from problem
+    return Phase(
+        name="train",
+        steps=recipe.trainer.steps,
+        algorithm=chosen,
+        source=source,
+        plan=planned,
+        learner=PolicyLearner(workers, recipe.learner, seed=recipe.seed),
+        train=engine,
+        queue=queue,
+        checkpoint=InPlace(),
+        engines=(rollout.engine,),
+    )
+
+
+def _check_batch(recipe: Recipe, chosen: Algorithm) -> None:
+    groups, size = recipe.rollout.groups_per_step, recipe.rollout.group_size
+    if chosen.advantage is None:
+        groups, size = groups * size, 1
+    if size < chosen.min_episodes:
+        raise ConfigError(f"rollout.group_size={size} is below the {chosen.min_episodes} episodes that {chosen.name} compares")
+    if groups < recipe.learner.minibatches:
+        raise ConfigError(
+            f"learner.minibatches={recipe.learner.minibatches} is above the {groups} groups of a step, which are not split; "
+            f"lower it or raise rollout.groups_per_step"
+        )
+
+
+def _updates(steps: int, learner: LearnerConfig) -> int:
+    return steps * learner.epochs * learner.minibatches
+
+
+def _supervised_phase(
+    recipe: Recipe,
+    model: Model,
+    name: str,
+    data: DatasetSection,
+    chosen: Algorithm,
+    steps: int,
+    rows_per_step: int,
+    config: TrainConfig,
+    learner: LearnerConfig,
+) -> Phase:
+    queue, engine = MemoryQueue(recipe.queue), TorchEngine(model.decoder, config.over(_updates(steps, learner)))
+    source = DatasetSource(
+        dataset=build_dataset(data, "train", seed_of(recipe.seed, "demonstrations")),
+        renderer=model.renderer,
+        queue=queue,
+        config=DatasetSourceConfig(rows_per_step=rows_per_step, max_context=recipe.engine.max_context),
+        seed=recipe.seed,
+        policy=PolicyRef(),
+    )
+    workers = InlineGroup((PolicyWorker(engine, queue, chosen),))
+    return Phase(
+        name=name,
+        steps=steps,
+        algorithm=chosen,
+        source=source,
+        plan=plan(chosen.needs, source.columns, ()),
+        learner=PolicyLearner(workers, learner, seed=recipe.seed),
+        train=engine,
+        queue=queue,
+        checkpoint=InPlace(),
+        engines=(),
+    )

@@ -1,0 +1,68 @@
+"""The generating side: engine, agent, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import cast
+
+from tandem.agents.env_loop import EnvLoop
+from tandem.assemble.model import Model
+from tandem.checkpoint.journal import Journal
+from tandem.errors import ConfigError, RegistryError
+from tandem.ports import LLM, AgentLoop, Env
+from tandem.recipe import AgentSection, Recipe
+from tandem.registry import resolve
+from tandem.rewards.workers import FunctionReward
+from tandem.rollout.native import NativeEngine
+from tandem.rollout.session import Session
+from tandem.trainer.source import MakeLLM
+from tandem.types import Key, SamplingParams, Task
+
+AGENTS = {"single_turn": "tandem.agents.single_turn:SingleTurn"}
+ENVS = {"calculator": "tandem.agents.calculator:CalculatorEnv"}
+
+
+def build_agent(section: AgentSection) -> AgentLoop:
+    if section.env is not None:
+        make_env = cast("Callable[[Task], Env]", resolve(section.env, ENVS, kind="environment"))
+        return EnvLoop(make_env, section.max_turns)
+    make_agent = cast("Callable[[], AgentLoop]", resolve(section.name, AGENTS, kind="agent"))
+    if not callable(make_agent):
+        raise RegistryError(f"agent {section.name!r} is {make_agent!r}; name a class or function that makes an AgentLoop")
+    return make_agent()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The generating side, shared by training and evaluation, with a reward for each.
+
+    A judgement of training that depended on a clock is journalled, so that a resumed run repeats it.
+    """
+
+    engine: NativeEngine
+    agent: AgentLoop
+    make_llm: MakeLLM
+    reward: FunctionReward
+    eval_reward: FunctionReward
+
+
+@asynccontextmanager
+async def open_rollout(recipe: Recipe, model: Model, journal: Journal | None = None) -> AsyncGenerator[Rollout]:
+    """Starts what generates and judges, and ends all of it. Raises RewardError for a reward that cannot be loaded."""
+    if recipe.reward is None:
+        raise ConfigError(f"algorithm {recipe.algorithm.name} needs a reward: name one, e.g. reward.function=exact_match")
+    engine = NativeEngine(model.decoder, model.renderer.text, recipe.engine, exact=model.probed.exact)
+    reward, eval_reward = FunctionReward(recipe.reward, journal=journal), FunctionReward(recipe.reward)
+
+    def make_llm(key: Key, seed: int, params: SamplingParams) -> LLM:
+        return Session(engine, model.renderer, key, params, seed=seed, max_context=recipe.engine.max_context)
+
+    try:
+        await reward.start()
+        yield Rollout(engine, build_agent(recipe.agent), make_llm, reward, eval_reward)
+    finally:
+        await engine.close()
+        await reward.close()
+        await eval_reward.close()
