@@ -360,9 +360,9 @@ class Algorithm:
     """One row of the algorithm table: data, no code.
 
     source: the paper. params: everything a recipe may set, with defaults. advantage: name of the estimator, or None
-    where the objective needs none (SFT). loss: the policy loss. needs: columns the update reads; the pipeline is
-    derived from them. keep: name of the group filter of dynamic sampling, or None. min_episodes: how many judged
-    episodes of a group the estimator needs; a smaller group is dropped.
+    where the objective needs none (SFT). loss: the policy loss. needs: columns the update reads, found from the loss when
+    the row is configured; the pipeline is derived from them. keep: name of the group filter of dynamic sampling, or None.
+    min_episodes: how many judged episodes of a group the estimator needs; a smaller group is dropped.
     """
 
     name: str
@@ -370,7 +370,7 @@ class Algorithm:
     params: Mapping[str, Json]
     advantage: str | None
     loss: str
-    needs: frozenset[str]
+    needs: frozenset[str] = frozenset()
     keep: str | None = None
     min_episodes: int = 1
 

@@ -1,6 +1,7 @@
 """The rows of the algorithm table: which functions make up an algorithm, and the defaults that its paper sets.
 
-Legend of `needs`: what the update itself reads; what its advantages need is derived from the estimator.
+Which columns an update reads is no part of a row here: table.py finds it from the loss, and what its advantages need from
+the estimator.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 from tandem.types import Algorithm
 
 EVERY_UPDATE = frozenset({"tokens", "mask", "temperature"})
-_POLICY = EVERY_UPDATE | {"advantages"}
-_RATIO = _POLICY | {"old_logprobs"}
+"""Columns that every update reads."""
 
 ROWS = (
     # ------------------------------------------------------------------------------------- a baseline of the group
@@ -19,7 +19,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "seq-mean-token-mean"},
     ),
     Algorithm(
@@ -28,7 +27,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"scale": "none", "aggregation": "seq-mean-token-sum-norm"},
     ),
     Algorithm(
@@ -37,7 +35,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"clip_high": 0.28, "aggregation": "token-mean"},
         keep="varied_rewards",
     ),
@@ -47,7 +44,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="sequence_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "seq-mean-token-mean"},
     ),
     Algorithm(
@@ -56,7 +52,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="sequence_clip+kl",
-        needs=_RATIO,
         params={"gradient": "sequence", "aggregation": "seq-mean-token-sum"},
     ),
     Algorithm(
@@ -65,7 +60,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="geometric_mean+kl",
-        needs=_RATIO,
         params={"aggregation": "seq-mean-token-mean"},
     ),
     Algorithm(
@@ -74,7 +68,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="cispo+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -83,7 +76,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="sapo+kl",
-        needs=_RATIO,
         params={"aggregation": "seq-mean-token-mean"},
     ),
     Algorithm(
@@ -92,7 +84,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="variational_reinforce+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -101,7 +92,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="kl_cov+kl",
-        needs=_RATIO | {"most_covariant"},
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -110,7 +100,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="clip_cov+kl",
-        needs=_RATIO | {"random_covariant"},
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -119,7 +108,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="dppo_tv+kl",
-        needs=_RATIO,
         params={"bypass": True, "aggregation": "token-mean"},
     ),
     Algorithm(
@@ -128,7 +116,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="dppo_kl+kl",
-        needs=_RATIO,
         params={"bypass": True, "aggregation": "token-mean"},
     ),
     Algorithm(
@@ -137,7 +124,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="dppo_tv+squared_log_ratio",
-        needs=_RATIO,
         params={"scale": "none", "bypass": True, "surrogate": "ratio", "ratio_cap": None, "aggregation": "token-mean"},
     ),
     Algorithm(
@@ -146,7 +132,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="tapered_reinforce+kl",
-        needs=_RATIO | {"rewards"},
         params={"scale": "none", "bypass": True, "aggregation": "token-mean"},
     ),
     Algorithm(
@@ -155,7 +140,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="mirror_descent+kl",
-        needs=_RATIO,
         params={"scale": "none", "aggregation": "token-mean"},
     ),
     Algorithm(
@@ -164,7 +148,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="importance_weighted+kl",
-        needs=_RATIO,
         params={"scale": "none", "bypass": True, "aggregation": "token-sum"},
     ),
     Algorithm(
@@ -173,7 +156,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="truncated_reinforce+kl",
-        needs=_RATIO,
         params={"scale": "none", "bypass": True, "aggregation": "token-mean"},
     ),
     Algorithm(
@@ -182,7 +164,6 @@ ROWS = (
         advantage="length_weighted_baseline",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -191,7 +172,6 @@ ROWS = (
         advantage="nonzero_scaled_baseline",
         min_episodes=2,
         loss="reinforce+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -200,7 +180,6 @@ ROWS = (
         advantage="mean_normalized",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -209,7 +188,6 @@ ROWS = (
         advantage="best_of_group",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -218,7 +196,6 @@ ROWS = (
         advantage="decoupled_normalization+whiten",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -227,7 +204,6 @@ ROWS = (
         advantage="group_baseline",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"scale": "none", "leave_one_out": True, "aggregation": "seq-mean-token-sum"},
     ),
     Algorithm(
@@ -236,7 +212,6 @@ ROWS = (
         advantage="group_baseline+whiten",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"scale": "none", "aggregation": "token-mean"},
     ),
     Algorithm(
@@ -245,7 +220,6 @@ ROWS = (
         advantage="optimal_token_baseline",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     # ------------------------------------------------------------------------------------------ without groups
@@ -254,7 +228,6 @@ ROWS = (
         source="Williams 1992",
         advantage="no_baseline",
         loss="reinforce+kl",
-        needs=_RATIO,
         params={"aggregation": "seq-mean-token-sum"},
     ),
     Algorithm(
@@ -262,7 +235,6 @@ ROWS = (
         source="REINFORCE++, arXiv 2501.03262",
         advantage="discounted_returns+whiten",
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -270,7 +242,6 @@ ROWS = (
         source="FlashREINFORCE, Hu et al., ResearchGate 414274571",
         advantage="batch_baseline",
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"correction": {"sequence_trust_region": {}}, "aggregation": "seq-mean-token-mean"},
     ),
     Algorithm(
@@ -278,7 +249,6 @@ ROWS = (
         source="ReMax, arXiv 2310.10505",
         advantage="greedy_baseline",
         loss="reinforce+kl",
-        needs=_RATIO,
         params={"aggregation": "seq-mean-token-sum"},
     ),
     Algorithm(
@@ -286,7 +256,6 @@ ROWS = (
         source="Self-Play Preference Optimization, arXiv 2405.00675",
         advantage="soft_mean_centred",
         loss="squared_preference+kl",
-        needs=_RATIO,
         params={"aggregation": "seq-mean-token-mean"},
     ),
     # -------------------------------------------------------------------------------------- with a second model
@@ -295,7 +264,6 @@ ROWS = (
         source="Proximal Policy Optimization, arXiv 1707.06347",
         advantage="gae+whiten",
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -303,7 +271,6 @@ ROWS = (
         source="VAPO, arXiv 2504.05118",
         advantage="decoupled_gae",
         loss="ppo_clip+positive_nll",
-        needs=_RATIO | {"rewards"},
         params={"clip_high": 0.28, "aggregation": "token-mean"},
     ),
     Algorithm(
@@ -312,7 +279,6 @@ ROWS = (
         advantage="process_and_outcome+whiten",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -320,7 +286,6 @@ ROWS = (
         source="On-Policy Distillation, Thinking Machines 2025",
         advantage="teacher_advantage",
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
@@ -329,7 +294,6 @@ ROWS = (
         advantage="group_baseline+reverse_kl",
         min_episodes=2,
         loss="ppo_clip+kl",
-        needs=_RATIO,
         params={"aggregation": "token-mean"},
     ),
     # --------------------------------------------------------------------------------------------- supervised
@@ -338,7 +302,6 @@ ROWS = (
         source="maximum likelihood",
         advantage=None,
         loss="nll",
-        needs=EVERY_UPDATE,
         params={"aggregation": "token-mean"},
     ),
 )

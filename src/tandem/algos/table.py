@@ -1,9 +1,9 @@
 """The algorithm table: one row per algorithm, data and no code. rows.py holds them, notes.py says when to choose which.
 
-A row names an advantage estimator, a policy loss and an aggregation, and says which columns an update reads; the
-pipeline is derived from those. Its parameters are the keyword-only parameters of its functions, with the row's own
-defaults where they differ. To add an algorithm: write its functions in their modules, name them in functions.py, add a row.
-A recipe may also name a whole row of its own as "package.module:attr".
+A row names an advantage estimator, a policy loss and parameters: the keyword-only parameters of its functions, with the
+row's own defaults where they differ. Which columns an update reads is found by running its loss on one token, so that no row
+can say it wrong, and the pipeline is derived from them. To add an algorithm: write its functions in their modules, name them
+in functions.py, add a row. A recipe may also name a whole row of its own as "package.module:attr".
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ from tandem.algos.columns import (
 )
 from tandem.algos.composition import parameters_of, parts_of, types_of
 from tandem.algos.functions import DERIVED, advantage_functions, correction_function, derived_function, keep_function, loss_function
+from tandem.algos.ratios import CORRECTION
 from tandem.algos.rows import EVERY_UPDATE, ROWS
 from tandem.algos.terms import LossInputs, scope_of
 from tandem.errors import ConfigError
 from tandem.registry import resolve
 from tandem.types import Algorithm, Json
-
-COLUMN_OF: dict[str, str] = {"kl_coef": "ref_logprobs", "correction": "correction"}
-"""Parameters that make the update read one more column when they are set."""
 
 _POLICY_TYPES: dict[str, Any] = {
     "correction": str | dict[str, dict[str, Any]] | None,
@@ -81,9 +79,9 @@ def configure(name: str, params: Mapping[str, Json] | None = None) -> Algorithm:
     if problems:
         raise ConfigError("\n".join(problems))
 
-    columns = {column for parameter, column in COLUMN_OF.items() if merged.get(parameter)}
-    algorithm = replace(row, params=merged, needs=row.needs | columns, keep=cast("str | None", keep))
+    algorithm = replace(row, params=merged, keep=cast("str | None", keep))
     try:
+        algorithm = replace(algorithm, needs=found.needs | _reads(algorithm))
         _rehearse(algorithm)
     except ValueError as error:
         raise ConfigError(f"algorithm {algorithm.name}: {error}") from error
@@ -141,13 +139,37 @@ def parameter_types(row: Algorithm) -> dict[str, Any]:
 
 
 def _complete(row: Algorithm) -> Algorithm:
-    """The row with its functions' defaults for the parameters that it does not set."""
-    declared = {name: parameters_of(loss_weights)[name] for name in AGGREGATION}
-    for function in functions_of(row):
-        declared |= parameters_of(function)
-    defaults = {name: each.default for name, each in declared.items() if each.default is not inspect.Parameter.empty}
+    """The row with its functions' defaults for the parameters that it does not set, and with the columns that it needs then."""
+    averaged = {name: value for name, value in _defaults(loss_weights).items() if name in AGGREGATION}
     policy = _POLICY_DEFAULTS if row.advantage is not None else {}
-    return replace(row, params={**defaults, **policy, **row.params})
+    row = replace(row, params={**averaged, **_defaults(*functions_of(row)), **policy, **row.params})
+    if parameters_of(loss_function(row.loss)).keys() <= row.params.keys():  # else a recipe has to set one before it can run
+        row = replace(row, needs=row.needs | _reads(row))
+    return replace(row, params={**_defaults(*functions_of(row)), **row.params})  # of what derives those columns, too
+
+
+def _defaults(*functions: Callable[..., Any]) -> dict[str, Json]:
+    declared = {name: each for function in functions for name, each in parameters_of(function).items()}
+    return {name: each.default for name, each in declared.items() if each.default is not inspect.Parameter.empty}
+
+
+class _AnyColumn(dict[str, Tensor]):
+    """A batch of one token that has every column that is asked for; a loss weighs by `correction` only where there is one."""
+
+    def __contains__(self, name: object) -> bool:
+        return name != CORRECTION
+
+    def __missing__(self, name: str) -> Tensor:
+        return self.setdefault(name, torch.zeros(1))
+
+
+def _reads(algorithm: Algorithm) -> frozenset[str]:
+    """The columns that an update reads: those that its loss asks for with these parameters, when it is given one token."""
+    columns, loss = _AnyColumn(), loss_ref(algorithm)
+    counted, one = torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.int64)
+    loss_function(loss.name)(LossInputs(torch.zeros(1), counted, one, columns), **loss.params)
+    correction = {CORRECTION} if algorithm.params.get("correction") else frozenset[str]()
+    return EVERY_UPDATE | (columns.keys() - step_gives(algorithm)) | correction
 
 
 def _rehearse(algorithm: Algorithm) -> None:
