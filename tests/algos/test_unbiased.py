@@ -1,402 +1,546 @@
-"""What each estimator estimates, by full enumeration of a policy that is small enough to know.
+"""What each estimator estimates: its expected step, by full enumeration of a toy policy, against the exact gradient.
 
-A toy policy writes T steps of three tokens from a table of scores: logits[t, token so far, next token]. All 3^T
-responses are enumerated, so that expectations are sums and nothing is sampled. J = E[R] is the exact objective and its
-gradient is found by differentiating the sum. An estimator is unbiased if the expected gradient of its loss, over every
-batch that could be drawn, is -grad J. Those that are not have their bias stated here, with its sign: along grad J
-(`along` > 1 overshoots, < 1 falls short, < 0 points away) and away from it (`across`).
+A row of the table is unbiased if the expected gradient of its loss, over every batch that could be drawn, is that of its
+objective; a known factor is no bias. Where it is biased, ROWS names each cause with the parameters that take it out:
+without all of them the step is exact, and each by itself moves the step the way that CAUSES says. On policy all losses
+of tokens have one gradient; OFF_POLICY and CORRECTIONS say what becomes of them when the sampler is another policy. The
+last part is about estimators of the KL, in the loss and in the reward.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.algos import advantages, returns
-from tandem.algos.aggregation import Aggregation, aggregate, loss_weights
-from tandem.algos.functions import loss_function
-from tandem.algos.kl import KLEstimator, KLGradient, kl_divergence
-from tandem.algos.terms import LossInputs
+from tandem.algos.aggregation import AGGREGATIONS, Aggregation
+from tandem.algos.functions import CORRECTIONS, LOSSES
+from tandem.algos.kl import KLEstimator, KLGradient, check_kl_in_loss, kl_divergence
+from tandem.types import Algorithm
+from tests.algos.pipeline import POLICY, Rows, algorithm
+from tests.algos.toy import Toy, V, along, scores_of
 
-V = 3
+TOY, LONGER = Toy(scores_of(steps=2, seed=0)), Toy(scores_of(steps=3, seed=1))
+GROUP = 2
 EXACT = {"rtol": 0, "atol": 1e-6}  # advantages are float32
+VISIBLE = 0.02
+"""The least bias that a test takes for one, relative to the step."""
+
+# The seven responses are 0, 1 0, 1 1, 1 2, 2 0, 2 1 and 2 2; to end at once is as good as the best long answer.
+REWARDS = torch.tensor([1.0, 0, 1, 0, 0.5, 0, 0.75], dtype=torch.float64)
+CHANCES = TOY.chances(TOY.scores)
+TABLE = TOY.scores.log_softmax(-1)
+TEACHER = scores_of(steps=2, seed=5)
+GIVEN_FIRST = torch.stack([REWARDS[0], TABLE[1, 1].exp() @ REWARDS[1:4], TABLE[1, 2].exp() @ REWARDS[4:7]])
+"""The reward to expect after each first token."""
+CRITIC = torch.stack([(TABLE[0, 0].exp() @ GIVEN_FIRST).expand(V, V), GIVEN_FIRST[:, None].expand(V, V)])
+"""A critic that knows what to expect before each token."""
+HOPEFUL = CRITIC + 0.5 * (torch.arange(V) == 2)[:, None] * torch.tensor([0.0, 1.0])[:, None, None]
+"""One that believes in responses that begin with token 2, more than they deserve."""
+
+OF_TOY: Rows = {
+    "rewards": REWARDS,
+    "reward_baselines": REWARDS[CHANCES.argmax()].expand(len(REWARDS)),
+    "reward_components": torch.stack([REWARDS.clamp(max=0.5), (REWARDS - 0.5).clamp(min=0)], 1),
+    "values": TOY.of_tokens(HOPEFUL),
+    "process_rewards": TOY.of_tokens(torch.tensor([0.2, 0.5, -0.3], dtype=torch.float64).expand(2, V, V)),
+    "teacher_logprobs": TOY.logprobs(TEACHER),
+    "ref_logprobs": TOY.logprobs(TEACHER),
+    "sum_pi_squared": TOY.of_tokens(TABLE.exp().square().sum(-1, keepdim=True).expand_as(TABLE)),
+    "uniforms": torch.linspace(0, 1, int(TOY.lengths.sum()), dtype=torch.float64),
+}
+
+
+def kl_of_tokens(toy: Toy, scores: Tensor) -> Tensor:
+    """The sum of each token's own KL(policy, teacher), at the prefixes that the sampler writes: those are held fixed."""
+    policy, teacher = scores.log_softmax(-1), TEACHER.log_softmax(-1)
+    each = toy.of_tokens((policy.exp() * (policy - teacher)).sum(-1, keepdim=True).expand_as(scores))
+    return toy.chances(toy.scores if toy.sampler is None else toy.sampler) @ toy.sum(each)
+
+
+def of_pairs(values: Tensor) -> Tensor:
+    """[S]: the gradient of the expectation of `values` [R, R], one a pair of responses."""
+    return TOY.gradient(lambda scores: TOY.chances(scores) @ values @ TOY.chances(scores))
+
+
+WAYS: dict[str, Tensor] = {
+    # what an algorithm maximises
+    "reward": TOY.mean(REWARDS),
+    "best of two": of_pairs(torch.maximum(REWARDS[:, None], REWARDS)),
+    "like the teacher": TOY.gradient(lambda scores: -kl_of_tokens(TOY, scores)),
+    # where a bias leads
+    "short": -TOY.mean(TOY.lengths.double()),
+    "better than another": TOY.mean(torch.sign(REWARDS[:, None] - REWARDS) @ CHANCES),
+    "better by any margin": TOY.mean((REWARDS[:, None] > REWARDS).double() @ CHANCES),
+    "rewarded": TOY.mean((REWARDS > 0).double()),
+    "hoped for": TOY.mean(torch.tensor([float(response[0] == 2) for response in TOY.responses], dtype=torch.float64)),
+    "by its process": TOY.mean(TOY.sum(OF_TOY["process_rewards"])),
+    "various": TOY.gradient(lambda scores: -(TOY.chances(scores) * TOY.chances(scores).log()).sum()),
+}
+"""[S]: the gradient of an expectation over responses, by what it makes them."""
+
+
+# ---------------------------------------------------------------------------------------------------- on policy
 
 
 @dataclass(frozen=True)
-class Toy:
-    """steps: T. scores: [T, V, V], the policy's parameters."""
-
-    steps: int
-    scores: Tensor
-
-    @classmethod
-    def seeded(cls, steps: int, seed: int) -> Toy:
-        return cls(steps, torch.randn(steps, V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
-
-    @property
-    def responses(self) -> Tensor:
-        """[V^T, T], each response once."""
-        return torch.tensor(list(itertools.product(range(V), repeat=self.steps)))
-
-    def logprobs(self, scores: Tensor) -> Tensor:
-        """[V^T, T]: of each token of each response."""
-        before = torch.cat([torch.zeros_like(self.responses[:, :1]), self.responses[:, :-1]], 1)
-        table = torch.log_softmax(scores, -1)
-        return table[torch.arange(self.steps), before, self.responses]
-
-    def probabilities(self, scores: Tensor) -> Tensor:
-        """[V^T]."""
-        return self.logprobs(scores).sum(1).exp()
-
-    def gradient(self, objective: Callable[[Tensor], Tensor]) -> Tensor:
-        """Of a function of the scores, [T V V]."""
-        scores = self.scores.clone().requires_grad_()
-        (found,) = torch.autograd.grad(objective(scores), scores)
-        return found.flatten()
-
-    def batches(self, num: int) -> Iterator[tuple[float, list[int]]]:
-        """Every batch of `num` responses, with its probability."""
-        chances = self.probabilities(self.scores).tolist()
-        for chosen in itertools.product(range(len(chances)), repeat=num):
-            yield float(torch.tensor([chances[i] for i in chosen], dtype=torch.float64).prod()), list(chosen)
-
-
-TOY = Toy.seeded(steps=2, seed=0)
-REWARDS = torch.tensor([1.0, 0, 0.5, 0, 1, 0, 0.25, 0, 1])
-"""Of the nine responses of two steps."""
-LONGER = Toy.seeded(steps=3, seed=1)
-
-Advantage = Callable[[Tensor], Tensor]
-
-
-def exact(toy: Toy, rewards: Tensor) -> Tensor:
-    """The gradient of J, [T V V]."""
-    return toy.gradient(lambda scores: (toy.probabilities(scores) * rewards).sum())
-
-
-def expected(
-    toy: Toy,
-    rewards: Tensor,
-    loss: str,
-    advantage: Callable[[Tensor], Tensor],
-    group: int,
-    aggregation: Aggregation = "seq-mean-token-sum",
-    length_constant: float | None = None,
-) -> Tensor:
-    """Minus the expected gradient of a loss over all batches of `group` responses, at ratio 1: what the step estimates."""
-    batches = list(toy.batches(group))
-    one_lengths, one_mask = torch.full((group,), toy.steps), torch.ones(group * toy.steps, dtype=torch.bool)
-    weights = loss_weights(one_mask, one_lengths, aggregation=aggregation, length_constant=length_constant).double()
-    chances = torch.tensor([chance for chance, _ in batches], dtype=torch.float64)
-    rows = torch.tensor([row for _, chosen in batches for row in chosen])
-    # All batches at once: the loss is one of tokens or rows, and each batch weighs what it is likely.
-    lengths, mask = one_lengths.repeat(len(batches)), one_mask.repeat(len(batches))
-    credit = torch.cat([advantage(rewards[chosen]) for _, chosen in batches])
-    old = toy.logprobs(toy.scores)
-    columns = {"old_logprobs": old[rows].flatten(), "advantages": advantages.spread(credit, mask, lengths)}
-
-    def objective(scores: Tensor) -> Tensor:
-        inputs = LossInputs(toy.logprobs(scores)[rows].flatten(), mask, lengths, columns)
-        return -aggregate(loss_function(loss)(inputs).loss, (chances[:, None] * weights).flatten(), mask)
-
-    return toy.gradient(objective)
-
-
-def along(estimate: Tensor, truth: Tensor) -> float:
-    """How much of the true gradient the estimate has: 1 is all of it."""
-    return float(estimate @ truth / (truth @ truth))
-
-
-def across(estimate: Tensor, truth: Tensor) -> float:
-    """The length of what points elsewhere, over that of the true gradient."""
-    return float((estimate - along(estimate, truth) * truth).norm() / truth.norm())
-
-
-def group_of(rewards: Tensor) -> Tensor:
-    return torch.zeros(len(rewards), dtype=torch.int64)
-
-
-def grpo(scale: str, leave_one_out: bool = False) -> Advantage:
-    return lambda rewards: advantages.group_baseline(
-        rewards,
-        group_of(rewards),
-        scale=scale,
-        leave_one_out=leave_one_out,  # type: ignore[arg-type]
-    )
-
-
-def remax(rewards: Tensor) -> Tensor:
-    """The baseline is the reward of the greedy response, which does not depend on what was sampled."""
-    greedy = REWARDS[TOY.probabilities(TOY.scores).argmax()]
-    lengths, mask = torch.full((len(rewards),), 1), torch.ones(len(rewards), dtype=torch.bool)
-    return returns.greedy_baseline(rewards, greedy.expand(len(rewards)), mask, lengths).advantages
-
-
-# ---------------------------------------------------------------------------------------------------- unbiased
-
-
-UNBIASED: dict[str, tuple[str, Advantage, int]] = {
-    "REINFORCE": ("reinforce", advantages.no_baseline, 1),
-    "REINFORCE, batches of two": ("reinforce", advantages.no_baseline, 2),
-    "ReMax": ("reinforce", remax, 1),
-    "RLOO, groups of two": ("ppo_clip", grpo("none", leave_one_out=True), 2),
-    "RLOO, groups of three": ("ppo_clip", grpo("none", leave_one_out=True), 3),
-    "PPO at ratio 1": ("ppo_clip", advantages.no_baseline, 1),
-    "CISPO at ratio 1": ("cispo", advantages.no_baseline, 1),
-    "SAPO at ratio 1": ("sapo", advantages.no_baseline, 1),
-    "DRO at ratio 1": ("mirror_descent", advantages.no_baseline, 1),
-    "DPPO at ratio 1, TV": ("dppo_tv", advantages.no_baseline, 1),
-    "DPPO at ratio 1, KL": ("dppo_kl", advantages.no_baseline, 1),
-    "importance sampling": ("importance_weighted", advantages.no_baseline, 1),
-    "truncated REINFORCE at ratio 1": ("truncated_reinforce", advantages.no_baseline, 1),
-    "VESPO at ratio 1": ("variational_reinforce", advantages.no_baseline, 1),
-}
-
-
-@pytest.mark.parametrize("name", UNBIASED)
-def test_unbiased_estimators_have_the_exact_gradient(name: str) -> None:
-    loss, advantage, group = UNBIASED[name]
-    torch.testing.assert_close(expected(TOY, REWARDS, loss, advantage, group), exact(TOY, REWARDS), **EXACT)
-
-
-@pytest.mark.parametrize("loss", ["reinforce", "ppo_clip"])
-def test_three_steps_are_no_different(loss: str) -> None:
-    rewards = torch.linspace(0, 1, V**3)[torch.randperm(V**3, generator=torch.Generator().manual_seed(0))]
-    torch.testing.assert_close(expected(LONGER, rewards, loss, advantages.no_baseline, 1), exact(LONGER, rewards), **EXACT)
-
-
-def test_dividing_by_a_constant_length_only_scales() -> None:
-    """Dr. GRPO's length constant: the exact gradient over C."""
-    found = expected(TOY, REWARDS, "ppo_clip", advantages.no_baseline, 1, "seq-mean-token-sum-norm", length_constant=7)
-    torch.testing.assert_close(7 * found, exact(TOY, REWARDS), **EXACT)
-
-
-def test_returns_to_go_are_unbiased_with_token_rewards() -> None:
-    """Each token is credited with what comes after it; rewards that came before are noise without bias."""
-    first = torch.tensor([0.5, 0, 1])[TOY.responses[:, 0]]
-    token_rewards = torch.stack([first, REWARDS], 1)
-    lengths, mask = torch.full((len(REWARDS),), 2), torch.ones(2 * len(REWARDS), dtype=torch.bool)
-    credit = returns.discounted_returns(token_rewards.flatten(), mask, lengths).advantages.view(-1, 2)
-    chances = TOY.probabilities(TOY.scores)
-    estimate = TOY.gradient(lambda scores: (chances[:, None] * credit * TOY.logprobs(scores)).sum())
-    torch.testing.assert_close(estimate, exact(TOY, token_rewards.sum(1)), **EXACT)
-
-
-def test_a_critic_that_is_exact_leaves_gae_unbiased_for_every_lambda() -> None:
-    chances = TOY.probabilities(TOY.scores)
-    values = torch.stack([(chances * REWARDS).sum().expand(len(REWARDS)), _value_after_first_token(chances)], 1)
-    lengths, mask = torch.full((len(REWARDS),), 2), torch.ones(2 * len(REWARDS), dtype=torch.bool)
-    rewards_N = returns.token_rewards(REWARDS.double(), mask, lengths)
-    for lam in (0.0, 0.5, 1.0):
-        credit = returns.gae(rewards_N, values.flatten(), mask, lengths, lam=lam).advantages.view(-1, 2)
-        estimate = TOY.gradient(lambda scores, credit=credit: (chances[:, None] * credit * TOY.logprobs(scores)).sum())
-        torch.testing.assert_close(estimate, exact(TOY, REWARDS), **EXACT)
-
-
-def test_a_critic_that_is_wrong_biases_gae_unless_lambda_is_one() -> None:
-    """A constant critic that is too high after the first token credits that token with hope: away from the gradient."""
-    chances = TOY.probabilities(TOY.scores)
-    hope = torch.tensor([0.0, 2.0, 0.0])[TOY.responses[:, 0]].double()
-    values = torch.stack([torch.zeros_like(hope), hope], 1)
-    lengths, mask = torch.full((len(REWARDS),), 2), torch.ones(2 * len(REWARDS), dtype=torch.bool)
-    rewards_N, truth = returns.token_rewards(REWARDS.double(), mask, lengths), exact(TOY, REWARDS)
-    strays = []
-    for lam in (1.0, 0.5, 0.0):
-        credit = returns.gae(rewards_N, values.flatten(), mask, lengths, lam=lam).advantages.view(-1, 2)
-        estimate = TOY.gradient(lambda scores, credit=credit: (chances[:, None] * credit * TOY.logprobs(scores)).sum())
-        strays.append(float((estimate - truth).norm() / truth.norm()))
-    assert strays[0] < 1e-6 < strays[1] < strays[2]
-
-
-def _value_after_first_token(chances: Tensor) -> Tensor:
-    """[9]: the expected reward given the first token of each response."""
-    same = TOY.responses[:, :1] == TOY.responses[:, 0]
-    return (same * chances * REWARDS).sum(1) / (same * chances).sum(1)
-
-
-# ------------------------------------------------------------------------------------------------------ biased
-
-
-@pytest.mark.parametrize("group", [2, 3])
-def test_a_mean_that_includes_the_response_shrinks_the_gradient(group: int) -> None:
-    """GRPO without std: the baseline contains the response's own reward, so the gradient is (n - 1) / n of the true one."""
-    found = expected(TOY, REWARDS, "ppo_clip", grpo("none"), group)
-    torch.testing.assert_close(found * group / (group - 1), exact(TOY, REWARDS), **EXACT)
-
-
-@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean"])
-def test_dividing_by_the_length_scales_responses_of_equal_length(aggregation: Aggregation) -> None:
-    """With equal lengths it is a factor 1 / n and no bias; with lengths that differ it weighs short responses more (below)."""
-    found = expected(TOY, REWARDS, "ppo_clip", advantages.no_baseline, 1, aggregation)
-    torch.testing.assert_close(TOY.steps * found, exact(TOY, REWARDS), **EXACT)
-
-
-def test_dividing_by_the_own_length_favours_short_responses() -> None:
-    """Token 0 ends a response. Of two equally good ways to be right, the mean over tokens pushes the short one harder."""
-    ends_at_once = TOY.responses[:, 0] == 0
-    rewards = (ends_at_once | (TOY.responses[:, 1] == 0)).double()
-    chances = TOY.probabilities(TOY.scores)
-    mask = torch.stack([torch.ones_like(ends_at_once), ~ends_at_once], 1)
-    truth = TOY.gradient(lambda scores: (chances * rewards * (TOY.logprobs(scores) * mask).sum(1)).sum())
-    by_length = TOY.gradient(lambda scores: (chances * rewards * (TOY.logprobs(scores) * mask).sum(1) / mask.sum(1)).sum())
-    short = torch.zeros(2, V, V, dtype=torch.float64)
-    short[0, 0, 0] = 1  # the score of ending at once
-    assert float(by_length @ short.flatten()) / float(truth @ short.flatten()) > along(by_length, truth)
-    assert across(by_length, truth) > 0.05
-
-
-@pytest.mark.parametrize("group", [2, 3])
-def test_dividing_by_the_deviation_changes_the_direction(group: int) -> None:
-    """GRPO with std: groups that differ little are weighed up, so the step is not along the gradient of J.
-
-    Its length has little to do with J's: in groups of two every difference is worth 0.71, in groups of three it overshoots.
+class Cause:
+    """way: where it moves the step: "less" or "more" of the exact gradient, or one of WAYS. adds: as it stands, not just
+    beside some factor of the exact step.
     """
-    found, truth = expected(TOY, REWARDS, "ppo_clip", grpo("group"), group), exact(TOY, REWARDS)
-    assert (along(found, truth) > 1) == (group == 3)
-    assert across(found, truth) > 0.01
+
+    why: str
+    way: str
+    adds: bool = False
 
 
-def test_one_deviation_for_all_would_only_scale() -> None:
-    """With rewards of 0 and 1 and groups of two, every group that learns has one deviation: no change of direction."""
-    binary = (REWARDS > 0.3).float()
-    found, truth = expected(TOY, binary, "ppo_clip", grpo("group"), 2), exact(TOY, binary)
-    assert along(found, truth) == pytest.approx(2**-0.5, abs=1e-5)
-    assert across(found, truth) < 1e-5
-
-
-BIASED: dict[str, tuple[Advantage, tuple[float, float], bool]] = {
-    # advantage of a group of three; bounds of the part along grad J; whether it strays across
-    "batch mean (FlashREINFORCE)": (advantages.batch_baseline, (0.66, 0.67), False),  # (n - 1) / n of a batch of n
-    "GPG": (lambda rewards: advantages.nonzero_scaled_baseline(rewards, group_of(rewards)), (0.67, 2.0), True),
-    "OPO, equal lengths": (
-        lambda rewards: advantages.length_weighted_baseline(rewards, group_of(rewards), torch.full((len(rewards),), 2)),
-        (0.66, 0.67),
-        False,
+CAUSES: dict[str, Cause] = {
+    "deviation": Cause("divided by it, a small difference counts as much as a large one", "better than another"),
+    "deviation of the best": Cause("divided by it, the best counts the same by any margin", "better by any margin"),
+    "whitening": Cause(
+        "its deviation is that of the batch at hand, and a batch of small differences counts more", "better than another"
     ),
-    "MaxRL": (lambda rewards: advantages.mean_normalized(rewards, group_of(rewards)), (1.0, 3.0), True),
-    "SPPO's centring": (advantages.soft_mean_centred, (0.0, 1.0), True),
-    "pass@k": (lambda rewards: advantages.best_of_group(rewards, group_of(rewards), scale="none"), (0.0, 1.0), True),
+    "length": Cause("a mean over tokens: of two responses that are equally good the short one is pushed harder", "short"),
+    "own return": Cause("the baseline contains the response's own return, by a weight that the response decides", "less"),
+    "own reward": Cause("the soft mean contains the response's own reward", "less"),
+    "successes": Cause("a batch in which fewer are rewarded counts more", "more"),
+    "own mean": Cause("a group that is rewarded less counts more", "more"),
+    "dropped": Cause("tokens whose advantage and logprob are both high do not learn", "various", adds=True),
+    "critic": Cause("below lambda 1 the critic's belief stands for what comes", "hoped for", adds=True),
+    "imitation": Cause("what was rewarded is imitated, whether or not it was better than expected", "rewarded", adds=True),
+    "process": Cause("the sum of process rewards is another objective", "by its process", adds=True),
+    "teacher": Cause("closeness to a teacher is another objective", "like the teacher", adds=True),
+}
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """factor: how much of its objective's gradient the step is, once every cause is out.
+
+    causes: each with the parameters that take it out (and `advantage`, another estimator), or None where it is what the
+    algorithm is about. objective: one of WAYS. params: where the defaults would show nothing on a toy.
+    """
+
+    factor: float = 1.0
+    causes: Mapping[str, Params | None] = field(default_factory=dict[str, Params | None])
+    objective: str = "reward"
+    params: Params = field(default_factory=dict[str, Any])
+
+
+OWN = (GROUP - 1) / GROUP
+"""The mean of a group of n contains the response's own reward, which takes 1 / n of the gradient away."""
+SUM: Params = {"aggregation": "seq-mean-token-sum", "length_constant": None}
+PLAIN: Params = {"scale": "none"}
+GRPO = Row(OWN, {"deviation": PLAIN, "length": SUM})
+CENTRED = Row(OWN, {"length": SUM})
+
+ROWS: dict[str, Row] = {
+    # unbiased as they are
+    "reinforce": Row(),
+    "remax": Row(),
+    "rloo": Row(),
+    "dr_grpo": Row(OWN / 8),  # 8 is its length constant
+    "importance_sampling": Row(OWN * GROUP),  # a sum over the batch, no mean
+    # unbiased but for the mean over tokens
+    **dict.fromkeys(("flash_reinforce", "prime_rl", "topr", "dro", "reinforce_tis"), CENTRED),
+    "opd": Row(1, {"length": SUM}, "like the teacher"),
+    # divided by a deviation
+    **dict.fromkeys(("grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl", "kl_cov"), GRPO),
+    "luspo": Row(OWN, {"deviation": PLAIN}),
+    "clip_cov": Row(OWN, {**GRPO.causes, "dropped": {"cov_low": 8.0, "cov_high": 9.0}}, params={"cov_low": 0.01, "cov_frac": 0.5}),
+    "passk": Row(1 / GROUP, {"deviation of the best": PLAIN, "length": SUM}, "best of two"),
+    "reinforce_pp": Row(1, {"whitening": {"advantage": "discounted_returns"}, "length": SUM}),
+    "reinforce_pp_baseline": Row(OWN, {"whitening": {"advantage": "group_baseline"}, "length": SUM}),
+    "gdpo": Row(OWN, {"deviation": None, "whitening": {"advantage": "decoupled_normalization"}, "length": SUM}),
+    # baselines and scales that contain the response
+    "opo": Row(1, {"own return": None, "length": SUM}),
+    "otb": Row(1, {"own return": None, "length": SUM}),
+    "gpg": Row(OWN, {"successes": None, "length": SUM}),
+    "maxrl": Row(OWN, {"own mean": None, "length": SUM}),
+    "sppo": Row(2, {"own reward": {"advantage": "no_baseline"}}),  # 2 is the derivative of its square
+    # with a second model
+    "ppo": Row(1, {"whitening": {"advantage": "gae"}, "length": SUM}),
+    "vapo": Row(1, {"critic": {"lam_policy": 1.0}, "imitation": {"positive_nll_weight": 0.0}, "length": SUM}),
+    "prime": Row(5, {"process": {"process_coef": 0.0}, "whitening": {"advantage": "process_and_outcome"}, "length": SUM}),
+    "mopd": Row(OWN, {"teacher": {"distillation_coef": 0.0}, **GRPO.causes}),
+}
+CURABLE = {name: {cause: params for cause, params in row.causes.items() if params is not None} for name, row in ROWS.items()}
+
+
+def test_every_row_has_its_claim() -> None:
+    assert ROWS.keys() == set(POLICY)
+    assert CAUSES.keys() == {cause for row in ROWS.values() for cause in row.causes}
+
+
+def chosen(name: str, *changes: Params) -> Algorithm:
+    """The row with these changes, `advantage` among them."""
+    params = {key: value for change in changes for key, value in change.items()}
+    advantage = params.pop("advantage", None)
+    found = algorithm(name, **params)
+    return found if advantage is None else replace(found, advantage=advantage)
+
+
+def step(name: str, *changes: Params, group: int = GROUP, **columns: Tensor) -> Tensor:
+    """[S]: the expected step of a row on the toy."""
+    return TOY.expected_step(chosen(name, *changes), {**OF_TOY, **columns}, group)
+
+
+def beside(estimate: Tensor, exact: Tensor) -> Tensor:
+    """The part of an estimate that no factor of the exact step explains."""
+    return estimate - along(estimate, exact) * exact
+
+
+def angle(estimate: Tensor, exact: Tensor) -> float:
+    """Its tangent: the length of what no factor explains, over that of the rest."""
+    return float(beside(estimate, exact).norm() / (along(estimate, exact) * exact).norm())
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    return float(one @ other / one.norm() / other.norm())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_without_its_causes_a_row_is_exact_and_with_them_it_is_not(name: str) -> None:
+    row, cures = ROWS[name], CURABLE[name]
+    exact = row.factor * WAYS[row.objective]
+    if cures.keys() == row.causes.keys():
+        torch.testing.assert_close(step(name, row.params, *cures.values()), exact, rtol=0, atol=1e-6 * row.factor)
+    if row.causes:
+        assert float((step(name, row.params) - exact).norm() / exact.norm()) > VISIBLE
+
+
+@pytest.mark.parametrize(("name", "cause"), [(name, cause) for name, row in ROWS.items() for cause in row.causes])
+def test_each_cause_moves_the_step_as_it_says(name: str, cause: str) -> None:
+    row, cures, claim = ROWS[name], CURABLE[name], CAUSES[cause]
+    exact = step(name, row.params, *cures.values()) if cause in cures else row.factor * WAYS[row.objective]
+    biased = step(name, row.params, *(params for each, params in cures.items() if each != cause))
+    factor = along(biased, exact)
+    if claim.way in ("less", "more"):
+        assert 0 < factor < 1 - VISIBLE if claim.way == "less" else factor > 1 + VISIBLE, claim.why
+        assert angle(biased, exact) > VISIBLE, "no factor repairs it"
+        return
+    way = WAYS[claim.way]
+    bias, way = (biased - exact, way) if claim.adds else (beside(biased, exact), beside(way, exact))
+    assert float(bias.norm() / (factor * exact).norm()) > VISIBLE
+    assert cosine(bias, way) > 0.9, claim.why
+
+
+@pytest.mark.parametrize(("name", "factor"), [("rloo", 1.0), ("flash_reinforce", 2 / 3), ("dr_grpo", 2 / 24)])
+def test_in_groups_of_three_the_factor_is_what_the_group_says(name: str, factor: float) -> None:
+    changes = SUM if name == "flash_reinforce" else {}
+    torch.testing.assert_close(step(name, changes, group=3), factor * WAYS["reward"], **EXACT)
+
+
+@pytest.mark.parametrize(("name", "group"), [("reinforce", 1), ("remax", 1), ("rloo", 2)])
+def test_three_steps_are_no_different(name: str, group: int) -> None:
+    num = len(LONGER.responses)
+    rewards = torch.linspace(0, 1, num, dtype=torch.float64)[torch.randperm(num, generator=torch.Generator().manual_seed(0))]
+    columns = {"rewards": rewards, "reward_baselines": rewards[3].expand(num)}
+    torch.testing.assert_close(LONGER.expected_step(algorithm(name), columns, group), LONGER.mean(rewards), **EXACT)
+
+
+def test_grpo_in_pairs_climbs_the_chance_to_be_better_than_another() -> None:
+    """Two rewards that differ have advantages of 2^-0.5 and its negative, however much they differ."""
+    torch.testing.assert_close(step("grpo", SUM), 2**-0.5 * WAYS["better than another"], rtol=0, atol=1e-5)
+
+
+def test_pass_at_k_in_pairs_with_a_deviation_forgets_by_how_much_the_best_is_best() -> None:
+    """Of two rewards that differ the higher one earns 2^0.5."""
+    torch.testing.assert_close(step("passk", SUM), 2**0.5 * WAYS["better by any margin"], rtol=0, atol=1e-5)
+
+
+def test_maxrl_in_groups_of_three_climbs_two_terms_of_the_logarithm() -> None:
+    """With rewards of 0 and 1: of log p = -(q + q^2 / 2 + q^3 / 3 + ...), q = 1 - p, groups of n have n - 1 terms."""
+    right = (REWARDS > 0.6).double()
+
+    def two_terms(scores: Tensor) -> Tensor:
+        fails = 1 - TOY.chances(scores) @ right
+        return -(fails + fails**2 / 2)
+
+    torch.testing.assert_close(step("maxrl", SUM, group=3, rewards=right), TOY.gradient(two_terms), rtol=0, atol=1e-5)
+
+
+def test_gpg_scales_by_nothing_where_every_reward_counts() -> None:
+    torch.testing.assert_close(step("gpg", SUM, rewards=REWARDS + 1), OWN * WAYS["reward"], **EXACT)
+
+
+def test_the_mean_of_whitening_takes_a_part_of_the_own_advantage_away() -> None:
+    """Half of it in a batch of two, were the responses of one length; a long one has more tokens in the mean."""
+    found = step("reinforce_pp", SUM, {"whiten_std": False})
+    assert along(found, WAYS["reward"]) == pytest.approx(OWN, abs=0.1)
+    assert angle(found, WAYS["reward"]) > VISIBLE
+
+
+@pytest.mark.parametrize("name", ["opo", "otb"])
+def test_the_own_return_weighs_less_in_a_larger_group(name: str) -> None:
+    two, three = (along(step(name, SUM, group=group), WAYS["reward"]) for group in (2, 3))
+    assert two < three - 0.05 < 0.95
+
+
+def test_a_critic_that_knows_leaves_every_lambda_unbiased() -> None:
+    for lam in (0.0, 0.5, 1.0):
+        found = step("ppo", SUM, {"advantage": "gae", "lam": lam}, group=1, values=TOY.of_tokens(CRITIC))
+        torch.testing.assert_close(found, WAYS["reward"], **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ppo", [{"advantage": "gae", "lam": lam} for lam in (1.0, 0.5, 0.0)]),
+        # a response of n tokens has lambda 1 - 1 / (alpha n): a larger alpha trusts the critic less
+        ("vapo", [{"positive_nll_weight": 0.0, "length_adaptive_alpha": alpha} for alpha in (1e9, 1.0, 0.05)]),
+    ],
+)
+def test_a_critic_that_hopes_is_believed_the_more_the_smaller_lambda_is(name: str, changes: list[Params]) -> None:
+    steps = [step(name, SUM, change, group=1) for change in changes]
+    torch.testing.assert_close(steps[0], WAYS["reward"], **EXACT)
+    hopes = [float((found - steps[0]) @ WAYS["hoped for"]) for found in steps]
+    assert 0 == hopes[0] < hopes[1] < hopes[2]
+
+
+def test_the_leave_one_out_of_process_rewards_is_biased_where_responses_have_lengths() -> None:
+    """A row's baseline counts once a token that is left, so that what a response costs depends on how long it gets."""
+    changes = {"advantage": "process_and_outcome", "outcome_coef": 0.0, "process_coef": 1.0}
+    assert angle(step("prime", SUM, changes), WAYS["by its process"]) > VISIBLE
+
+
+AGGREGATION: dict[Aggregation, tuple[float, bool]] = {
+    # the factor of the exact gradient for batches of two, or whether it favours short responses
+    "seq-mean-token-sum": (1.0, False),
+    "seq-mean-token-sum-norm": (1 / 8, False),
+    "token-sum": (2.0, False),
+    "seq-mean-token-mean": (0.0, True),  # every response weighs the same, and so a token of a short one weighs more
+    "token-mean": (0.0, True),  # a batch of short responses has fewer tokens, each of which weighs more
 }
 
 
-@pytest.mark.parametrize("name", BIASED)
-def test_biased_estimators_have_the_bias_that_is_stated(name: str) -> None:
-    advantage, (low, high), strays = BIASED[name]
-    found, truth = expected(TOY, REWARDS, "ppo_clip", advantage, 3), exact(TOY, REWARDS)
-    assert low < along(found, truth) < high
-    assert (across(found, truth) > 1e-4) == strays
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_an_aggregation_that_divides_by_lengths_favours_short_responses(mode: Aggregation) -> None:
+    factor, favours_short = AGGREGATION[mode]
+    constant = 8.0 if mode == "seq-mean-token-sum-norm" else None
+    found = step("reinforce", {"aggregation": mode, "length_constant": constant})
+    if favours_short:
+        assert angle(found, WAYS["reward"]) > VISIBLE
+        assert cosine(beside(found, WAYS["reward"]), beside(WAYS["short"], WAYS["reward"])) > 0.9
+    else:
+        torch.testing.assert_close(found, factor * WAYS["reward"], **EXACT)
 
 
-def test_pass_at_k_is_the_gradient_of_the_groups_best() -> None:
-    """Biased for E[R], it is unbiased for E[max R] of the group, over the group's size: pass@k with k = n."""
-    group = 2
-    found = expected(TOY, REWARDS, "ppo_clip", lambda r: advantages.best_of_group(r, group_of(r), scale="none"), group)
-
-    def best(scores: Tensor) -> Tensor:
-        chances = TOY.probabilities(scores)
-        return (chances[:, None] * chances * torch.maximum(REWARDS[:, None], REWARDS)).sum()
-
-    torch.testing.assert_close(group * found, TOY.gradient(best), **EXACT)
+# --------------------------------------------------------------------------------------------------- off policy
 
 
-def test_gspo_at_ratio_one_is_the_gradient_over_the_length() -> None:
-    for loss in ("sequence_clip", "geometric_mean"):
-        found = expected(TOY, REWARDS, loss, advantages.no_baseline, 1, "seq-mean-token-mean")
-        torch.testing.assert_close(TOY.steps * found, exact(TOY, REWARDS), **EXACT)
+OFF = Toy(TOY.scores, sampler=TOY.scores + 0.3 * scores_of(steps=2, seed=9))
+"""The sampler is another policy than the one that is trained."""
 
 
-def test_sppo_at_ratio_one_is_twice_the_gradient() -> None:
-    """(s - eta c)^2 at s = 0 has the gradient -2 eta c grad log pi; with c = R, a baseline that is zero."""
-    found = expected(TOY, REWARDS, "squared_preference", advantages.no_baseline, 1, "seq-mean-token-mean")
-    torch.testing.assert_close(found / 2, exact(TOY, REWARDS), **EXACT)
+@dataclass(frozen=True)
+class OffPolicy:
+    """exact: parameters with which the step is the exact gradient, or None where it never is, for the reason in `why`.
+
+    params: where the defaults would show nothing on a toy. columns: what the loss reads, the same for every token.
+    """
+
+    why: str
+    exact: Params | None = None
+    params: Params = field(default_factory=dict[str, Any])
+    columns: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+TOKEN_RATIO = "each token has its own ratio, and that the tokens before it were drawn by another policy is forgotten"
+OFF_POLICY: dict[str, OffPolicy] = {
+    "reinforce": OffPolicy("no ratio at all"),
+    "mirror_descent": OffPolicy("no ratio, and a pull back to the sampler"),
+    "importance_weighted": OffPolicy(TOKEN_RATIO),
+    "truncated_reinforce": OffPolicy(f"{TOKEN_RATIO}; above 1 it is cut"),
+    "tapered_reinforce": OffPolicy("what was rewarded has no ratio, the rest one of each token, cut above 1"),
+    "cispo": OffPolicy(f"{TOKEN_RATIO}; above clip_high it is cut"),
+    "ppo_clip": OffPolicy(f"{TOKEN_RATIO}; beyond the clip there is no gradient"),
+    "clip_cov": OffPolicy(f"{TOKEN_RATIO}; beyond the clip there is no gradient", columns={"random_covariant": 0}),
+    "kl_cov": OffPolicy(f"{TOKEN_RATIO}; chosen tokens are pulled back to the sampler", columns={"most_covariant": 1}),
+    "sapo": OffPolicy(f"{TOKEN_RATIO}; far ones have a small gradient"),
+    "dppo_tv": OffPolicy(f"{TOKEN_RATIO}; far ones have no gradient"),
+    "dppo_kl": OffPolicy(f"{TOKEN_RATIO}; far ones have no gradient"),
+    "sequence_clip": OffPolicy(
+        "exact with the product of all ratios and no clip; the geometric mean is another number",
+        exact={"ratio": "product", "gradient": "sequence", "clip_low": 1.0, "clip_high": 1e9},
+    ),
+    "geometric_mean": OffPolicy("the geometric mean of the ratios is not their product"),
+    "variational_reinforce": OffPolicy("a weight that falls on both sides of 1"),
+    "squared_preference": OffPolicy("a regression: it pulls the log-ratio to the reward"),
+}
+TERMS = {"squared_log_ratio", "positive_nll", "reverse_kl_policy_gradient", "kl", "distillation"}
+"""Losses that are added to one of these."""
+
+
+def off_policy_step(loss: str, params: Params, columns: Rows) -> Tensor:
+    """With REINFORCE's advantages, and rewards around 0, so that both signs occur."""
+    base = algorithm("reinforce", **SUM)
+    made = replace(base, loss=loss, params={**base.params, **params}, needs=base.needs | ({"correction"} & params.keys()))
+    return OFF.expected_step(made, {**OF_TOY, "rewards": REWARDS - 0.5, **columns}, 1)
+
+
+def test_every_loss_has_its_claim() -> None:
+    assert OFF_POLICY.keys() == LOSSES.keys() - TERMS - {"nll"}
+
+
+@pytest.mark.parametrize("loss", OFF_POLICY)
+def test_off_policy_a_loss_is_exact_only_with_the_ratio_of_the_whole_response(loss: str) -> None:
+    claim = OFF_POLICY[loss]
+    columns = {name: torch.full_like(OF_TOY["values"], value) for name, value in claim.columns.items()}
+    found = off_policy_step(loss, {}, columns)
+    assert angle(found, WAYS["reward"]) > VISIBLE, claim.why
+    if claim.exact is not None:
+        found = off_policy_step(loss, {**claim.exact, "aggregation": "seq-mean-token-mean"}, columns)
+        torch.testing.assert_close(found, WAYS["reward"], **EXACT)
+
+
+CORRECTED: dict[str, OffPolicy] = {
+    "token_tis": OffPolicy(f"{TOKEN_RATIO}; above `high` it is cut"),
+    "seq_tis": OffPolicy("exact until it is cut", exact={"high": 1e9}, params={"high": 1.2}),
+    "icepop": OffPolicy(f"{TOKEN_RATIO}; far tokens are dropped"),
+    "kpop": OffPolicy(f"{TOKEN_RATIO}; far tokens are dropped"),
+    "token_trust_region": OffPolicy(f"{TOKEN_RATIO}; far tokens are dropped"),
+    "m2po": OffPolicy("the farthest tokens are dropped, the rest has no weight"),
+    "sequence_mask": OffPolicy(
+        "far rows are dropped; exact with the row's own ratio and no bound",
+        exact={"ratio": "product", "weight": "row", "high": 1e9},
+    ),
+    "seq_mask_tis": OffPolicy(f"{TOKEN_RATIO}; far rows are dropped"),
+    "sequence_trust_region": OffPolicy(f"{TOKEN_RATIO}; far rows are dropped"),
+    "off_policy_sequence_mask": OffPolicy("drops failures that have become unlikely, and has no weight"),
+    "rejection_sampling": OffPolicy("what is far is dropped, the rest has no weight"),
+}
+
+
+def test_every_correction_has_its_claim() -> None:
+    assert CORRECTED.keys() == CORRECTIONS.keys()
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_a_correction_is_exact_only_with_the_ratio_of_the_whole_response(name: str) -> None:
+    """The trainer's policy is `old`, the sampler's another; the loss is REINFORCE, whose gradient is exact on policy."""
+    claim, trainer = CORRECTED[name], {"old_logprobs": OFF.logprobs(OFF.scores)}
+    found = off_policy_step("reinforce", {"correction": {name: dict(claim.params)}}, trainer)
+    assert float((found - WAYS["reward"]).norm() / WAYS["reward"].norm()) > VISIBLE, claim.why
+    if claim.exact is not None:
+        found = off_policy_step("reinforce", {"correction": {name: dict(claim.exact)}}, trainer)
+        torch.testing.assert_close(found, WAYS["reward"], **EXACT)
+
+
+def test_a_token_ratio_is_exact_for_a_single_token() -> None:
+    one = Toy(scores_of(1, 0), sampler=scores_of(1, 4))
+    rewards = torch.tensor([1.0, -0.5, 0.25], dtype=torch.float64)
+    found = one.expected_step(algorithm("importance_sampling", bypass=False, leave_one_out=False), {"rewards": rewards}, 2)
+    torch.testing.assert_close(found, one.mean(rewards), **EXACT)
 
 
 # ---------------------------------------------------------------------------------------------------------- KL
 
-REFERENCE = Toy.seeded(steps=2, seed=5).scores
+
+KL_VALUE: dict[KLEstimator, str] = {"k1": "exact", "k3": "exact", "abs": "above", "k2": "above"}
+"""abs by Jensen; k2 where policy and teacher are far apart, as here (close to each other it is nearly exact)."""
+
+KL_IN_LOSS: dict[tuple[KLEstimator, KLGradient], tuple[str, str]] = {
+    # the expected gradient on policy, and off policy with old_logprobs the sampler's
+    ("k1", "direct"): ("nothing", "away"),  # E[grad log pi] = 0, the reason that a loss refuses it; else a push to the sampler
+    ("abs", "direct"): ("other", "other"),  # a sign, whatever the distance
+    ("k2", "direct"): ("exact", "other"),  # d grad d, which off policy lacks the ratio
+    ("k3", "direct"): ("the other way round", "other"),  # (1 - 1 / ratio) grad log pi: that of KL(teacher, policy)
+    **{(estimator, "straight_through"): ("exact", "other") for estimator in ("k1", "abs", "k2", "k3")},  # k2's
+    **{(estimator, "unbiased"): ("exact", "exact") for estimator in ("k1", "abs", "k2", "k3")},  # ratio d grad log pi
+    ("k1", "weighted"): ("exact", "exact"),
+    ("k3", "weighted"): ("exact", "exact"),
+    ("abs", "weighted"): ("other", "other"),  # the gradient of E|d|, which is another divergence
+    ("k2", "weighted"): ("other", "other"),  # the gradient of E[d^2] / 2
+}
+
+KL_IN_REWARD: dict[KLEstimator, str] = {
+    "k1": "exact",  # and of whole responses: what a token changes later is credited to it
+    "abs": "other",
+    "k2": "other",
+    "k3": "other",  # its value is right, and its own gradient, which a reward has not, is a part of that of its expectation
+}
 
 
-def _exact_kl(scores: Tensor) -> Tensor:
-    """KL(policy, reference) of whole responses."""
-    gap = (TOY.logprobs(scores) - TOY.logprobs(REFERENCE)).sum(1)
-    return (TOY.probabilities(scores) * gap).sum()
-
-
-def _kl(estimator: KLEstimator, gradient: KLGradient = "direct") -> tuple[float, Tensor]:
-    """The expected value of an estimator at the sampled responses, and its expected gradient, on policy."""
-    chances, old, ref = TOY.probabilities(TOY.scores), TOY.logprobs(TOY.scores), TOY.logprobs(REFERENCE)
+def kl_in_loss(toy: Toy, estimator: KLEstimator, gradient: KLGradient) -> tuple[float, Tensor]:
+    """Its expected value, a response, and expected gradient [S]."""
+    sampler = toy.scores if toy.sampler is None else toy.sampler
+    likely, old, teacher = toy.chances(sampler), toy.logprobs(sampler), toy.logprobs(TEACHER)
 
     def objective(scores: Tensor) -> Tensor:
-        kl = kl_divergence(TOY.logprobs(scores), ref, estimator=estimator, gradient=gradient, old_logprobs_N=old)
-        return (chances[:, None] * kl).sum()
+        kl = kl_divergence(toy.logprobs(scores), teacher, estimator=estimator, gradient=gradient, old_logprobs_N=old)
+        return likely @ toy.sum(kl)
 
-    return float(objective(TOY.scores)), TOY.gradient(objective)
-
-
-def _tokenwise_kl(scores: Tensor) -> Tensor:
-    """The sum of each step's exact KL, at the prefixes that the policy of TOY.scores writes: those are held fixed."""
-    policy, ref = torch.log_softmax(scores, -1), torch.log_softmax(REFERENCE, -1)
-    of_prefix = (policy.exp() * (policy - ref)).sum(-1)
-    before = torch.cat([torch.zeros_like(TOY.responses[:, :1]), TOY.responses[:, :-1]], 1)
-    return (TOY.probabilities(TOY.scores)[:, None] * of_prefix[torch.arange(2), before]).sum()
+    return float(objective(toy.scores)), toy.gradient(objective)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_k1_and_k3_have_the_value_of_the_kl(estimator: KLEstimator) -> None:
-    assert _kl(estimator)[0] == pytest.approx(float(_exact_kl(TOY.scores)))
+def kl_the_other_way_round(scores: Tensor) -> Tensor:
+    """The sum of each token's own KL(teacher, policy)."""
+    policy, teacher = scores.log_softmax(-1), TEACHER.log_softmax(-1)
+    each = TOY.of_tokens((teacher.exp() * (teacher - policy)).sum(-1, keepdim=True).expand_as(scores))
+    return CHANCES @ TOY.sum(each)
 
 
-def test_k2_and_abs_are_biased_upwards_in_value() -> None:
-    """Abs by Jensen; k2 where policy and reference are far apart, as here (close to each other it is nearly exact)."""
-    truth = float(_exact_kl(TOY.scores))
-    assert _kl("abs")[0] > truth
-    assert _kl("k2")[0] > truth
+def kl_of_responses(scores: Tensor) -> Tensor:
+    return TOY.chances(scores) @ TOY.sum(TOY.logprobs(scores) - TOY.logprobs(TEACHER))
 
 
-CORRECT_GRADIENT: list[tuple[KLEstimator, KLGradient]] = [
-    ("k2", "direct"),
-    *((estimator, "straight_through") for estimator in ("k1", "abs", "k2", "k3")),
-    *((estimator, "unbiased") for estimator in ("k1", "abs", "k2", "k3")),
-    ("k1", "weighted"),
-    ("k3", "weighted"),
-]
+def check_gradient(found: Tensor, claim: str, exact: Tensor) -> None:
+    match claim:
+        case "exact":
+            torch.testing.assert_close(found, exact, rtol=0, atol=1e-9)
+        case "nothing":
+            assert float(found.abs().max()) < 1e-12
+        case "the other way round":
+            torch.testing.assert_close(found, TOY.gradient(kl_the_other_way_round), rtol=0, atol=1e-9)
+            check_gradient(found, "other", exact)
+        case _:
+            assert angle(found, exact) > VISIBLE
+            assert (along(found, exact) > 0) == (claim == "other"), "towards the teacher, or away from it"
 
 
-@pytest.mark.parametrize(("estimator", "gradient"), CORRECT_GRADIENT)
-def test_gradients_that_are_the_kls(estimator: KLEstimator, gradient: KLGradient) -> None:
-    """Of each token's own KL at the prefixes that were sampled. What the token changes later is left to the reward."""
-    torch.testing.assert_close(_kl(estimator, gradient)[1], TOY.gradient(_tokenwise_kl), rtol=0, atol=1e-9)
+def test_every_estimator_and_gradient_of_the_kl_has_its_claim() -> None:
+    assert KL_VALUE.keys() == KL_IN_REWARD.keys() == set(get_args(KLEstimator))
+    assert KL_IN_LOSS.keys() == set(itertools.product(get_args(KLEstimator), get_args(KLGradient)))
 
 
-def test_plain_k1_has_no_gradient_at_all() -> None:
-    """E[grad log pi] = 0: the reason that the loss refuses it."""
-    assert float(_kl("k1")[1].abs().max()) < 1e-12
+@pytest.mark.parametrize("estimator", KL_VALUE)
+def test_the_value_of_a_kl_estimator(estimator: KLEstimator) -> None:
+    found, exact = kl_in_loss(TOY, estimator, "direct")[0], float(kl_of_responses(TOY.scores))
+    assert exact > 0
+    assert found == pytest.approx(exact) if KL_VALUE[estimator] == "exact" else found > (1 + VISIBLE) * exact
 
 
-def test_the_gradient_of_k3_is_that_of_the_other_kl() -> None:
-    """E[grad k3] = E[(1 - ref / policy) grad log pi] is the gradient of KL(reference, policy): it vanishes at the same place,
-    and far from it, it pulls differently.
-    """
-
-    def backwards(scores: Tensor) -> Tensor:
-        policy, ref = torch.log_softmax(scores, -1), torch.log_softmax(REFERENCE, -1)
-        of_prefix = (ref.exp() * (ref - policy)).sum(-1)
-        before = torch.cat([torch.zeros_like(TOY.responses[:, :1]), TOY.responses[:, :-1]], 1)
-        return (TOY.probabilities(TOY.scores)[:, None] * of_prefix[torch.arange(2), before]).sum()
-
-    found, truth = _kl("k3")[1], TOY.gradient(_tokenwise_kl)
-    torch.testing.assert_close(found, TOY.gradient(backwards), rtol=0, atol=1e-9)
-    assert along(found, truth) > 0
-    assert across(found, truth) > 0.1
+@pytest.mark.parametrize(("estimator", "gradient"), KL_IN_LOSS)
+def test_the_gradient_of_a_kl_in_the_loss(estimator: KLEstimator, gradient: KLGradient) -> None:
+    """Against each token's own KL at the prefixes that were sampled. What a token changes later is left to the reward."""
+    for toy, claim in zip((TOY, OFF), KL_IN_LOSS[estimator, gradient], strict=True):
+        found = kl_in_loss(toy, estimator, gradient)[1]
+        exact = toy.gradient(lambda scores, toy=toy: kl_of_tokens(toy, scores))
+        check_gradient(found, claim, exact)
 
 
-def test_the_gradient_of_abs_is_a_sign_only() -> None:
-    """It points towards the reference, by a step that does not depend on the distance."""
-    found, truth = _kl("abs")[1], TOY.gradient(_tokenwise_kl)
-    assert along(found, truth) > 0
-    assert across(found, truth) > 0.1
+def test_a_loss_refuses_the_gradients_that_do_not_pull_towards_the_reference() -> None:
+    for estimator in ("k1", "abs"):
+        with pytest.raises(ValueError, match="does not work inside a loss"):
+            check_kl_in_loss(estimator, "direct")
+
+
+@pytest.mark.parametrize("estimator", KL_IN_REWARD)
+def test_the_gradient_of_a_kl_in_the_reward(estimator: KLEstimator) -> None:
+    """A penalty that is earned token by token, with REINFORCE's returns; the expected step goes down the KL of responses."""
+    changes = {"advantage": "discounted_returns", "reward_kl_coef": 1.0, "reward_kl_estimator": estimator}
+    found = -step("reinforce_pp", SUM, changes, group=1, rewards=torch.zeros_like(REWARDS))
+    exact = TOY.gradient(kl_of_responses)
+    assert along(found, exact) > 0
+    if KL_IN_REWARD[estimator] == "exact":
+        torch.testing.assert_close(found, exact, **EXACT)
+    else:
+        assert angle(found, exact) > VISIBLE
