@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ColumnError
-from tandem.types import BatchRef, Key, PolicyRef, Sample
+from tandem.types import BatchRef, GroupKey, Key, PolicyRef, Sample
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -165,6 +165,12 @@ class DataProto:
     def row_of_token(self) -> Tensor:
         """int64 [N]: the row index that each packed token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    @property
+    def group_of_row(self) -> Tensor:
+        """int64 [B]: which group each row belongs to, by its key; groups are counted in row order."""
+        places: dict[GroupKey, int] = {}
+        return torch.tensor([places.setdefault(key.group, len(places)) for key in self.keys], dtype=torch.int64)
 
     def objects(self, name: str) -> tuple[Any, ...]:
         """The object column `name`; raises ColumnError with the names there are."""

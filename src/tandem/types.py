@@ -22,6 +22,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 Role = Literal["system", "user", "assistant", "tool"]
 Stop = Literal["stop", "length", "abort", "tool_limit", "error"]
 Scope = Literal["row", "group", "batch"]
+Unit = Literal["row", "group"]
 WeightUse = Literal["none", "frozen", "current"]
 Reduction = Literal["mean", "sum", "max", "min"]
 
@@ -316,12 +317,16 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class BatchRef:
-    """A handle: what the controller holds instead of tensors. Parallel tuples, one entry a row."""
+    """A handle: what the controller holds instead of tensors. Parallel tuples, one entry a row.
+
+    unit: what stays together where the batch is split over ranks; "group" for an objective that compares a group's rows.
+    """
 
     keys: tuple[Key, ...]
     columns: frozenset[str]
     lengths: tuple[int, ...]
     policies: tuple[PolicyRef | None, ...]
+    unit: Unit = "row"
 
     def __post_init__(self) -> None:
         if not len(self.keys) == len(self.lengths) == len(self.policies):
@@ -336,11 +341,11 @@ class BatchRef:
 
     def select(self, rows: Sequence[int]) -> BatchRef:
         """The handle of the rows at these positions, in this order."""
-        return BatchRef(
-            tuple(self.keys[i] for i in rows),
-            self.columns,
-            tuple(self.lengths[i] for i in rows),
-            tuple(self.policies[i] for i in rows),
+        return replace(
+            self,
+            keys=tuple(self.keys[i] for i in rows),
+            lengths=tuple(self.lengths[i] for i in rows),
+            policies=tuple(self.policies[i] for i in rows),
         )
 
 

@@ -458,7 +458,7 @@ def _value(table: Table, params: Params) -> Outputs:
 def _preference(table: Table, params: Params) -> Outputs:
     logprobs = table.raw("policy_seq_logps").requires_grad_()
     lengths = table.raw("completion_lens") if "completion_lens" in table.inputs else None
-    names = {"preference": "loss_type", "preference_beta": "beta", "label_smoothing": "label_smoothing"}
+    names = {"preference": "loss_type", "beta": "beta", "label_smoothing": "label_smoothing"}
     result = preferences.preference_loss(logprobs, table.raw("ref_seq_logps"), lengths, **given(params, **names))
     result.loss.mean().backward()
     return {

@@ -6,6 +6,8 @@ masked rows are inert, whatever stands in them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -18,13 +20,17 @@ from tandem.algos.functions import loss_function
 from tandem.algos.table import configure
 from tandem.algos.terms import LossInputs
 from tandem.data_proto import DataProto
+from tandem.runtime import dispatch
+from tandem.runtime.dispatch import scatter
+from tandem.train import micro_batches
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
-from tandem.types import Key
+from tandem.types import Key, LossRef
 from tests.laws.breaking import Breaker
 from tests.train.rows import make_rows, tiny_decoder
 
 GRPO = loss_ref(configure("grpo", {"kl_coef": 0.2}))
+DPO = loss_ref(configure("dpo"))
 LENGTHS = st.lists(st.integers(2, 7), min_size=1, max_size=5)
 MODES = st.sampled_from(AGGREGATIONS)
 quickly = settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
@@ -101,12 +107,12 @@ def check_the_loss_is_the_formula(lengths: list[int], mode: Aggregation) -> None
     assert abs(got - want) <= 1e-6 * max(1, abs(want))
 
 
-def _engine_gradients(batches: list[DataProto], micro_batch_tokens: int) -> dict[str, Tensor]:
+def _engine_gradients(batches: list[DataProto], micro_batch_tokens: int, loss: LossRef = GRPO) -> dict[str, Tensor]:
     """Summed over ranks: one engine a batch, all with the same weights."""
     total: dict[str, Tensor] = {}
     for batch in batches:
         engine = TorchEngine(tiny_decoder(), TrainConfig(micro_batch_tokens=micro_batch_tokens))
-        engine.forward_backward(batch, GRPO)
+        engine.forward_backward(batch, loss)
         for name, parameter in engine.decoder.named_parameters():
             if parameter.grad is not None:
                 total[name] = total.get(name, torch.zeros(())) + parameter.grad
@@ -124,6 +130,28 @@ def check_the_gradient_does_not_depend_on_the_split_fp32(
     scale = max(1.0, *(float(gradient.abs().max()) for gradient in whole.values()))
     for name, gradient in whole.items():
         torch.testing.assert_close(split[name], gradient, atol=1e-6 * scale, rtol=0)
+
+
+def _pairs(lengths: list[tuple[int, int]]) -> DataProto:
+    """Two rows a pair, far apart in the batch, all chosen ones first; in one more pair the chosen row has no counted token."""
+    rows = make_rows([*(chosen for chosen, _ in lengths), 3, *(rejected for _, rejected in lengths), 2], seed=len(lengths))
+    num = len(lengths) + 1
+    mask = rows["mask"] & (rows.row_of_token != num - 1)
+    keys = [Key("train", i % num, i // num) for i in range(2 * num)]
+    pairs = replace(rows, keys=tuple(keys))
+    chosen = torch.tensor([key.member == 0 for key in keys])
+    return _weighted(pairs.with_columns(token={"mask": mask}, row={"chosen": chosen}), "seq-mean-token-mean")
+
+
+@settings(quickly, max_examples=12)
+@given(st.lists(st.tuples(st.integers(2, 7), st.integers(2, 7)), min_size=2, max_size=4), st.integers(1, 3), st.integers(1, 40))
+def check_pairs_do_not_depend_on_the_split(lengths: list[tuple[int, int]], ranks: int, micro_batch_tokens: int) -> None:
+    batch = _pairs(lengths)
+    handles = scatter((replace(batch.ref(), unit="group"),), {}, ranks)
+    whole = _engine_gradients([batch], 1000, DPO)
+    split = _engine_gradients([batch.by_keys(args[0].keys) for args, _ in handles], micro_batch_tokens, DPO)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, atol=1e-6 * max(1.0, float(gradient.abs().max())), rtol=0)
 
 
 @quickly
@@ -177,6 +205,7 @@ test_split_fp64 = check_the_gradient_does_not_depend_on_the_split_fp64
 test_formula = check_the_loss_is_the_formula
 test_split_fp32 = check_the_gradient_does_not_depend_on_the_split_fp32
 test_ranks = check_averaging_over_ranks_is_made_up_for
+test_split_pairs = check_pairs_do_not_depend_on_the_split
 test_inert_rows = check_rows_without_a_counted_token_are_inert
 test_inert_rows_in_the_engine = check_idle_rows_leave_the_model_alone
 
@@ -199,7 +228,32 @@ def _multiply_by_the_mask(values: Tensor, mask: Tensor) -> Tensor:
     return values * mask
 
 
+_micro_batches, _balanced = micro_batches.micro_batches, dispatch.balanced
+
+
+def _rows_by_themselves(lengths: dict[int, int], max_tokens: int, owners: object = None) -> list[list[int]]:
+    return _micro_batches(lengths, max_tokens)
+
+
+def _rows_to_any_rank(lengths: list[int], parts: int, owners: object = None) -> list[list[int]]:
+    return _balanced(lengths, parts)
+
+
 BREAKERS = [
+    Breaker(
+        law=3,
+        name="a micro-batch cuts a pair",
+        target="tandem.train.torch_engine:micro_batches",
+        replacement=_rows_by_themselves,
+        check=check_pairs_do_not_depend_on_the_split,
+    ),
+    Breaker(
+        law=3,
+        name="ranks share a pair",
+        target="tandem.runtime.dispatch:balanced",
+        replacement=_rows_to_any_rank,
+        check=check_pairs_do_not_depend_on_the_split,
+    ),
     Breaker(
         law=3,
         name="each micro-batch is normalised by itself",

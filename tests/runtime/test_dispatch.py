@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -25,6 +27,35 @@ def test_parts_hold_each_row_once_and_none_is_empty_or_overloaded(lengths: list[
     assert all(part and part == sorted(part) for part in rows)
     loads = [sum(lengths[i] for i in part) for part in rows]
     assert max(loads) - min(loads) <= max(lengths)
+
+
+@given(rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), min_size=1, max_size=30), parts=st.integers(1, 5))
+def test_rows_of_one_owner_stay_together(rows: list[tuple[int, int]], parts: int) -> None:
+    lengths, owners = [length for length, _ in rows], [owner for _, owner in rows]
+    if len(set(owners)) < parts:
+        with pytest.raises(ColumnError, match=f"{len(set(owners))} groups"):
+            balanced(lengths, parts, owners)
+        return
+    found = balanced(lengths, parts, owners)
+    assert sorted(i for part in found for i in part) == list(range(len(rows)))
+    homes = [{part for part, held in enumerate(found) for i in held if owners[i] == owner} for owner in set(owners)]
+    assert all(len(home) == 1 for home in homes)
+    loads = [sum(lengths[i] for i in part) for part in found]
+    assert max(loads) - min(loads) <= max(sum(n for n, o in rows if o == owner) for owner in set(owners))
+
+
+def test_a_handle_says_that_its_groups_stay_whole() -> None:
+    keys = [Key("train", ordinal, member) for member in range(2) for ordinal in range(4)]
+    data = DataProto.make(keys, [1, 2, 3, 4, 5, 6, 7, 8], token={"x": torch.zeros(36)})
+    by_row = scatter((data.ref(),), {}, 4)
+    assert any(len(args[0].groups) == 2 for args, _ in by_row)
+    for args, kwargs in scatter((replace(data.ref(), unit="group"),), {"rows": data}, 4):
+        assert len(args[0].groups) == 1
+        assert args[0].keys == kwargs["rows"].keys
+        assert args[0].unit == "group"
+    assert gather([replace(data.ref(), unit="group")] * 1, Collect.CONCAT, None).unit == "group"
+    halves = [replace(data.ref(), unit="group").select(part) for part in ([0, 1, 4, 5], [2, 3, 6, 7])]
+    assert gather(halves, Collect.CONCAT, data.keys) == replace(data.ref(), unit="group")
 
 
 def rows(*ordinals: int) -> DataProto:

@@ -22,3 +22,14 @@ def test_every_row_passes_once_within_the_bound(lengths: dict[int, int], max_tok
 
 def test_rows_of_similar_length_pass_together() -> None:
     assert micro_batches({0: 9, 1: 2, 2: 10, 3: 2, 4: 50}, 20) == [[1, 3], [0, 2], [4]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5)), min_size=1, max_size=12), st.integers(1, 60))
+def test_rows_of_one_owner_pass_together(rows: list[tuple[int, int]], max_tokens: int) -> None:
+    lengths, owners = {i: length for i, (length, _) in enumerate(rows)}, [owner for _, owner in rows]
+    passes = micro_batches(lengths, max_tokens, owners)
+    assert sorted(row for each in passes for row in each) == sorted(lengths)
+    for each in passes:
+        inside = {owners[row] for row in each}
+        assert all(row in each for row in lengths if owners[row] in inside)
+        assert len(each) * max(lengths[row] for row in each) <= max_tokens or len(inside) == 1

@@ -95,3 +95,29 @@ def test_config_says_what_is_wrong(bad: dict[str, Any]) -> None:
 def test_a_handle_can_be_cut() -> None:
     ref = rows(range(2)).ref()
     assert ref.select([3, 0]) == BatchRef((ref.keys[3], ref.keys[0]), ref.columns, (3, 1), (None, None))
+
+
+class Recording(InlineGroup):
+    """Keeps the handles of its calls."""
+
+    def __init__(self, workers: list[Any]) -> None:
+        super().__init__(workers)
+        self.units: list[str] = []
+
+    async def call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        self.units.append(args[0].unit)
+        return await super().call(method, *args, **kwargs)
+
+
+@pytest.mark.parametrize("unit", ["row", "group"])
+def test_the_handle_says_what_stays_together(unit: Any) -> None:
+    async def scenario() -> list[str]:
+        queue, data = FakeQueue(), rows(range(2))
+        for ordinal in range(2):
+            await queue.reserve(GroupKey("train", ordinal), 2)
+        await queue.put(data)
+        group = Recording([PolicyWorker(TableEngine(), queue, SFT)])
+        await PolicyLearner(group, LearnerConfig(minibatches=2), seed=0, unit=unit).update(data.ref())
+        return group.units
+
+    assert asyncio.run(scenario()) == [unit] * 4

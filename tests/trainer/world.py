@@ -70,7 +70,9 @@ class TableEngine:
     def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
         self.seen.append(batch)
         logprobs = self.logprobs(batch)
-        result = loss_function(loss.name)(LossInputs(logprobs, batch["mask"], batch.lengths, batch.batch), **loss.params)
+        result = loss_function(loss.name)(
+            LossInputs(logprobs, batch["mask"], batch.lengths, batch.batch, groups=batch.group_of_row), **loss.params
+        )
         total = aggregate(result.loss, batch["loss_weights"], batch["mask"])
         total.backward()
         metrics = Metrics.mean({"train/loss": total.item()})

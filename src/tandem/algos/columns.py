@@ -23,7 +23,8 @@ from tandem.algos.corrections import Correction, combine
 from tandem.algos.functions import DERIVED, advantage_functions, correction_function, derived_function, loss_function
 from tandem.algos.returns import Credit
 from tandem.algos.segments import on_tokens
-from tandem.types import Algorithm, Json, LossRef, Metrics
+from tandem.algos.terms import scope_of
+from tandem.types import Algorithm, Json, LossRef, Metrics, Unit
 
 AGGREGATION = ("aggregation", "length_constant")
 """Parameters of every row: how token losses are averaged."""
@@ -33,6 +34,11 @@ _NOT_COLUMNS = frozenset({"groups", "token_counts", "lengths"})
 def loss_ref(algorithm: Algorithm) -> LossRef:
     """The loss of a configured algorithm with its parameters, as a TrainEngine takes it."""
     return LossRef(algorithm.loss, arguments(loss_function(algorithm.loss), algorithm.params))
+
+
+def unit_of(algorithm: Algorithm) -> Unit:
+    """What stays together where a step of this algorithm is split."""
+    return "group" if scope_of(loss_function(algorithm.loss)) == "group" else "row"
 
 
 def advantages(algorithm: Algorithm, rewards_B: Tensor, groups_B: Tensor) -> Tensor:

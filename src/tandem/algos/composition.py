@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from torch import Tensor
 
-from tandem.algos.terms import LossFunction, LossInputs, TokenLoss
+from tandem.algos.terms import LossFunction, LossInputs, TermScope, TokenLoss, scope_of
 from tandem.errors import ConfigError
 from tandem.types import Metrics
 
@@ -54,6 +54,7 @@ class LossSum:
 
     def __init__(self, parts: tuple[LossFunction, ...]) -> None:
         self.parts = parts
+        self.term_scope = max(map(scope_of, parts), key=get_args(TermScope).index)
 
     def __call__(self, inputs: LossInputs, **params: Any) -> TokenLoss:
         if unknown := params.keys() - parameters_of(self).keys():

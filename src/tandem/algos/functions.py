@@ -37,6 +37,7 @@ LOSSES = {
     "kl": f"{_HERE}.extra_terms:kl_term",
     "distillation": f"{_HERE}.extra_terms:distillation_term",
     "nll": f"{_HERE}.supervised:negative_log_likelihood",
+    "preference": f"{_HERE}.preferences:preference_term",
 }
 ADVANTAGES = {
     **{

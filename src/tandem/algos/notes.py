@@ -241,4 +241,44 @@ NOTES: dict[str, Note] = {
         {"slime": "distillation_coef=1.0", "ROLL": "distillation_coef=1.0"},
     ),
     "sft": Note("Maximum likelihood of demonstrations.", "Before RL, or instead of it."),
+    "dpo": Note(
+        "The chosen response is made likelier than the rejected one, measured against the reference.",
+        "Pairs of responses with a preference, where nothing can be sampled or scored. beta is how close to stay.",
+        {
+            "TRL": "the defaults (loss_type=sigmoid); it ignores label_smoothing there",
+            "OpenRLHF": "the defaults",
+            "ROLL": "the defaults",
+            "NeMo-RL": "beta=0.05",
+        },
+    ),
+    "cdpo": Note(
+        "DPO that takes a share label_smoothing of the labels to be wrong.",
+        "Noisy labels: the margin stops growing where the odds are those of the noise.",
+        {"OpenRLHF": "label_smoothing as given", "ROLL": "label_smoothing as given"},
+    ),
+    "robust_dpo": Note(
+        "DPO whose expected loss is that of the clean labels, when a share label_smoothing of them is flipped.",
+        "Noisy labels whose rate is known. Its loss may be negative.",
+        {"TRL": "loss_type=robust with its label_smoothing"},
+    ),
+    "ipo": Note(
+        "The margin is regressed on 1 / (2 beta), and not driven up for ever.",
+        "Labels that are nearly deterministic, which DPO overfits.",
+        {
+            "TRL": "loss_type=ipo; per_token=true",
+            "AReaL": "per_token=true",
+            "OpenRLHF": "the defaults",
+            "ROLL": "the defaults",
+        },
+    ),
+    "hinge": Note(
+        "A pair whose margin is wide enough has no gradient.",
+        "Where the model should change no more than the ranking asks for.",
+        {"TRL": "loss_type=hinge"},
+    ),
+    "sppo_hard": Note(
+        "The chosen response's log-ratio is regressed on 1 / (2 beta), the rejected one's on its negative.",
+        "Pairs with hard labels from a judge, one round of self-play after the other.",
+        {"TRL": "loss_type=sppo_hard"},
+    ),
 }

@@ -1,7 +1,10 @@
 """Losses on pairs: policies and reward models learn which of two responses is better. One loss a pair; their mean is the loss.
 
-Legend: P pairs; column 0 is the chosen response and column 1 the rejected one; d_c, d_r their logprobs less the
-reference's, summed over the response; h = d_c - d_r; ls = log sigmoid.
+A pair is a group of two rows, told apart by row column `chosen`. Its loss stands on every counted token of both, so that
+the mean over rows of token means is the mean over pairs.
+
+Legend: P pairs, B rows, N packed tokens; column 0 is the chosen response and column 1 the rejected one; d_c, d_r their
+logprobs less the reference's, summed over the response; h = d_c - d_r; ls = log sigmoid.
 """
 
 from __future__ import annotations
@@ -13,6 +16,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from tandem.algos.ratios import check
+from tandem.algos.segments import Groups, on_tokens, row_counts, row_sum
+from tandem.algos.terms import LossInputs, TokenLoss, keep, whole_groups
+from tandem.errors import ColumnError
+from tandem.types import Metric, Metrics
+
+Preference = Literal["sigmoid", "robust", "ipo", "hinge", "sppo_hard"]
 
 
 class PairLoss(NamedTuple):
@@ -32,8 +41,8 @@ def preference_loss(
     ref_logprobs_P2: Tensor,
     lengths_P2: Tensor | None = None,
     *,
-    preference: Literal["sigmoid", "robust", "ipo", "hinge", "sppo_hard"] = "sigmoid",
-    preference_beta: float = 0.1,
+    preference: Preference = "sigmoid",
+    beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> PairLoss:
     """sigmoid: (1 - e)(-ls(beta h)) + e(-ls(-beta h)), DPO (arXiv 2305.18290), and with e = label_smoothing > 0 cDPO.
@@ -45,20 +54,20 @@ def preference_loss(
         logprobs_P2: [P, 2] summed over each response, with gradient.
         ref_logprobs_P2: the reference's.
         lengths_P2: tokens of each response; with them IPO takes means instead of sums (TRL, AReaL). For ipo only.
-        preference_beta: beta.
+        beta: how strongly a response is held to the reference; the inverse of a margin.
         label_smoothing: e, the share of labels that are wrong; in [0, 0.5), for sigmoid and robust.
     """
-    check(preference_beta > 0, f"preference_beta must be positive, got {preference_beta}")
+    check(beta > 0, f"beta must be positive, got {beta}")
     check(0 <= label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
     check(not label_smoothing or preference in ("sigmoid", "robust"), f"preference={preference} has no label_smoothing")
     check(lengths_P2 is None or preference == "ipo", f"preference={preference} sums over a response: leave its lengths out")
     gain_P2 = logprobs_P2 - ref_logprobs_P2
-    rewards = preference_beta * gain_P2.detach()
+    rewards = beta * gain_P2.detach()
     if lengths_P2 is not None:
         gain_P2 = gain_P2 / lengths_P2
     chosen, rejected = gain_P2.unbind(1)
-    h, middle = chosen - rejected, 1 / (2 * preference_beta)
-    right, wrong = -logsigmoid(preference_beta * h), -logsigmoid(-preference_beta * h)
+    h, middle = chosen - rejected, 1 / (2 * beta)
+    right, wrong = -logsigmoid(beta * h), -logsigmoid(-beta * h)
     match preference:
         case "sigmoid":
             loss = (1 - label_smoothing) * right + label_smoothing * wrong
@@ -67,10 +76,66 @@ def preference_loss(
         case "ipo":
             loss = (h - middle) ** 2
         case "hinge":
-            loss = (1 - preference_beta * h).clamp(min=0)
+            loss = (1 - beta * h).clamp(min=0)
         case "sppo_hard":
             loss = (chosen - middle) ** 2 + (rejected + middle) ** 2
     return PairLoss(loss, rewards)
+
+
+@whole_groups
+def preference_term(
+    inputs: LossInputs,
+    *,
+    preference: Preference = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    per_token: bool = False,
+) -> TokenLoss:
+    """With h = (x_c - f_c) - (x_r - f_r), x the policy's and f the reference's logprobs summed over a response, ls = log sigmoid:
+
+    sigmoid: (1 - e)(-ls(beta h)) + e(-ls(-beta h)). robust: ((1 - e)(-ls(beta h)) - e(-ls(-beta h))) / (1 - 2 e).
+    ipo: (h - 1 / (2 beta))^2. hinge: max(0, 1 - beta h). sppo_hard: (d_c - 1 / (2 beta))^2 + (d_r + 1 / (2 beta))^2, where
+    h = d_c - d_r; e = label_smoothing. Reads ref_logprobs and chosen.
+
+    per_token: means over a response in place of sums, for ipo only (TRL, AReaL).
+    """
+    pairs_P2 = rows_of_pairs(inputs)
+    logprobs_B, ref_B = (row_sum(column, inputs.mask, inputs.lengths) for column in (inputs.logprobs, inputs.token("ref_logprobs")))
+    lengths_P2 = row_counts(inputs.mask, inputs.lengths)[pairs_P2] if per_token else None
+    result = preference_loss(
+        logprobs_B[pairs_P2],
+        ref_B[pairs_P2],
+        lengths_P2,
+        preference=preference,
+        beta=beta,
+        label_smoothing=label_smoothing,
+    )
+    return _on_rows(inputs, result, pairs_P2)
+
+
+def rows_of_pairs(inputs: LossInputs) -> Tensor:
+    """int64 [P, 2]: the row of each pair's chosen and of its rejected response. Raises ColumnError for any other group."""
+    assert inputs.groups is not None, "a loss on pairs is given the groups of its rows"
+    chosen_B, groups = inputs.of_rows("chosen").bool(), Groups(inputs.groups)
+    if bool((groups.size != 2).any()) or bool((groups.sum(chosen_B.long()) != 1).any()):
+        raise ColumnError("a pair is a group of two rows, one of them chosen; this batch holds a group that is not")
+    pairs_P2 = torch.empty(groups.num, 2, dtype=torch.int64)
+    pairs_P2[groups.index, (~chosen_B).long()] = torch.arange(len(chosen_B))
+    return pairs_P2
+
+
+def _on_rows(inputs: LossInputs, result: PairLoss, pairs_P2: Tensor) -> TokenLoss:
+    """Each pair's loss on all tokens of its two rows, and metrics over pairs."""
+    loss_B = result.loss.new_zeros(len(inputs.lengths)).index_put((pairs_P2,), result.loss[:, None])
+    num, (chosen, rejected) = len(pairs_P2), result.rewards.double().unbind(1)
+    sums = {
+        "preference_accuracy": (chosen > rejected).sum(),
+        "reward_chosen": chosen.sum(),
+        "reward_rejected": rejected.sum(),
+        "reward_margin": (chosen - rejected).sum(),
+    }
+    metrics = Metrics({name: Metric(float(total), num) for name, total in sums.items()})
+    return TokenLoss({"preference": keep(on_tokens(loss_B, inputs.lengths), inputs.mask)}, metrics)
 
 
 def reward_model_loss(scores_P2: Tensor, margin_P: Tensor | None = None, *, centre_coef: float = 0.0) -> PairLoss:

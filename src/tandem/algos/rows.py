@@ -304,4 +304,47 @@ ROWS = (
         loss="nll",
         params={"aggregation": "token-mean"},
     ),
+    # --------------------------------------------------------------------------------------------- pairs
+    Algorithm(
+        name="dpo",
+        source="Direct Preference Optimization, arXiv 2305.18290",
+        advantage=None,
+        loss="preference",
+        params={"aggregation": "seq-mean-token-mean"},
+    ),
+    Algorithm(
+        name="cdpo",
+        source="Conservative DPO, Mitchell 2023, https://ericmitchell.ai/cdpo.pdf",
+        advantage=None,
+        loss="preference",
+        params={"label_smoothing": 0.1, "aggregation": "seq-mean-token-mean"},
+    ),
+    Algorithm(
+        name="robust_dpo",
+        source="Provably Robust DPO, arXiv 2403.00409",
+        advantage=None,
+        loss="preference",
+        params={"preference": "robust", "label_smoothing": 0.1, "aggregation": "seq-mean-token-mean"},
+    ),
+    Algorithm(
+        name="ipo",
+        source="Identity Preference Optimization, arXiv 2310.12036",
+        advantage=None,
+        loss="preference",
+        params={"preference": "ipo", "aggregation": "seq-mean-token-mean"},
+    ),
+    Algorithm(
+        name="hinge",
+        source="SLiC's hinge loss, arXiv 2305.10425, on DPO's margin",
+        advantage=None,
+        loss="preference",
+        params={"preference": "hinge", "aggregation": "seq-mean-token-mean"},
+    ),
+    Algorithm(
+        name="sppo_hard",
+        source="Self-Play Preference Optimization, arXiv 2405.00675",
+        advantage=None,
+        loss="preference",
+        params={"preference": "sppo_hard", "aggregation": "seq-mean-token-mean"},
+    ),
 )

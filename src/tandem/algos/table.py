@@ -1,7 +1,7 @@
 """The algorithm table: one row per algorithm, data and no code. rows.py holds them, notes.py says when to choose which.
 
 A row names an advantage estimator, a policy loss and parameters: the keyword-only parameters of its functions, with the
-row's own defaults where they differ. Which columns an update reads is found by running its loss on one token, so that no row
+row's own defaults where they differ. Which columns an update reads is found by running its loss on two rows, so that no row
 can say it wrong, and the pipeline is derived from them. To add an algorithm: write its functions in their modules, name them
 in functions.py, add a row. A recipe may also name a whole row of its own as "package.module:attr".
 """
@@ -59,7 +59,7 @@ def configure(name: str, params: Mapping[str, Json] | None = None) -> Algorithm:
 
     Raises:
         ConfigError: all unknown names and wrong types at once; or values that a function of the row refuses, found by
-            running each function on a single token; or functions that make no sense together.
+            running each function on two rows of one token; or functions that make no sense together.
         RegistryError: no such row or function.
     """
     found = ALGORITHMS.get(name) or resolve(name, dict.fromkeys(ALGORITHMS, ""), kind="algorithm")
@@ -154,46 +154,47 @@ def _defaults(*functions: Callable[..., Any]) -> dict[str, Json]:
 
 
 class _AnyColumn(dict[str, Tensor]):
-    """A batch of one token that has every column that is asked for; a loss weighs by `correction` only where there is one."""
+    """A pair of rows of one token with every column that is asked for; a loss weighs by `correction` only where there is one."""
 
     def __contains__(self, name: object) -> bool:
         return name != CORRECTION
 
     def __missing__(self, name: str) -> Tensor:
-        return self.setdefault(name, torch.zeros(1))
+        return self.setdefault(name, torch.tensor([True, False]) if name == "chosen" else torch.zeros(2))
 
 
 def _reads(algorithm: Algorithm) -> frozenset[str]:
-    """The columns that an update reads: those that its loss asks for with these parameters, when it is given one token."""
-    columns, loss = _AnyColumn(), loss_ref(algorithm)
-    counted, one = torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.int64)
-    loss_function(loss.name)(LossInputs(torch.zeros(1), counted, one, columns), **loss.params)
+    """The columns that an update reads: those that its loss asks for with these parameters, when it is given two rows."""
+    columns, loss, ones = _AnyColumn(), loss_ref(algorithm), torch.ones(2, dtype=torch.int64)
+    loss_function(loss.name)(LossInputs(torch.zeros(2), ones.bool(), ones, columns, groups=torch.zeros_like(ones)), **loss.params)
     correction = {CORRECTION} if algorithm.params.get("correction") else frozenset[str]()
     return EVERY_UPDATE | (columns.keys() - step_gives(algorithm)) | correction
 
 
 def _rehearse(algorithm: Algorithm) -> None:
-    """Runs every function of the row on one token of one episode, and asks whether they fit together."""
-    zero, counted, one = torch.zeros(1), torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.int64)
-    rows = dict.fromkeys(algorithm.needs, zero) | {"mask": counted, "lengths": one, "rewards": zero, "correction": zero + 1}
-    rows |= step_columns(algorithm, rows)
-    loss = loss_ref(algorithm)
-    columns = {name: rows[name] for name in (algorithm.needs | step_gives(algorithm)) - EVERY_UPDATE}
-    loss_function(loss.name)(LossInputs(zero, counted, one, columns), **loss.params)
+    """Runs every function of the row but its loss, and asks whether they all fit together."""
+    step_columns(algorithm, _rehearsed_rows(algorithm))
+    chosen = algorithm.params["aggregation"]
+    if scope_of(loss_function(algorithm.loss)) == "group" and chosen != "seq-mean-token-mean":
+        raise ValueError(f"aggregation={chosen} is no mean over pairs, and seq-mean-token-mean is: leave it out")
     if algorithm.advantage is not None:
-        _rehearse_credit(algorithm, rows)
+        _rehearse_credit(algorithm)
     if algorithm.keep is not None:
-        keep_function(algorithm.keep)(zero)
+        keep_function(algorithm.keep)(torch.zeros(1))
 
 
-def _rehearse_credit(algorithm: Algorithm, rows: dict[str, Tensor]) -> None:
+def _rehearsed_rows(algorithm: Algorithm) -> dict[str, Tensor]:
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    rows = dict.fromkeys(algorithm.needs, zeros) | {"mask": ones.bool(), "lengths": ones.long(), "groups": zeros.long()}
+    return rows | {"rewards": zeros, "correction": ones}
+
+
+def _rehearse_credit(algorithm: Algorithm) -> None:
     needed = credit_needs(algorithm).union(*derived_columns(algorithm).values())
-    rows = (
-        dict.fromkeys(needed, torch.zeros(1)) | rows | {"groups": torch.zeros(1, dtype=torch.int64), "advantages": torch.zeros(1)}
-    )
+    rows = dict.fromkeys((*needed, "advantages"), torch.zeros(2)) | _rehearsed_rows(algorithm)
     width = len(cast("list[float]", algorithm.params.get("reward_weights") or [1.0]))
-    episodes = {**rows, "token_counts": torch.ones(1), "reward_components": torch.zeros(1, width)}
-    credit(algorithm, rows, episodes, torch.zeros(1, dtype=torch.int64))
+    episodes = {**rows, "token_counts": torch.ones(2), "reward_components": torch.zeros(2, width)}
+    credit(algorithm, rows, episodes, torch.arange(2))
     for column in derived_columns(algorithm):
         derive(algorithm, column, rows)
     if not algorithm.params["correction"]:

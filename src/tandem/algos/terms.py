@@ -25,7 +25,8 @@ class LossInputs:
 
     logprobs: [N], with gradient, of each token under the policy being trained. mask: bool [N], the tokens that count.
     lengths: int64 [B]. columns: the batch's tensors by name, token level [N] or row level [B], without gradient.
-    entropy: [N] of the policy's distribution at each token, where the engine gives it.
+    entropy: [N] of the policy's distribution at each token, where the engine gives it. groups: int64 [B], the same for rows
+    of one group; a loss that is marked `whole_groups` finds all rows of a group here.
     """
 
     logprobs: Tensor
@@ -33,6 +34,7 @@ class LossInputs:
     lengths: Tensor
     columns: Mapping[str, Tensor]
     entropy: Tensor | None = None
+    groups: Tensor | None = None
 
     @property
     def policy_logprobs(self) -> Tensor:
@@ -46,6 +48,10 @@ class LossInputs:
     def row(self, name: str) -> Tensor:
         """Row column `name`, [B], on each counted token of its row, [N]. Raises ColumnError if the batch lacks it."""
         return keep(torch.repeat_interleave(self._column(name), self.lengths), self.mask)
+
+    def of_rows(self, name: str) -> Tensor:
+        """Row column `name` as it is, [B]. Raises ColumnError if the batch lacks it."""
+        return self._column(name)
 
     def _column(self, name: str) -> Tensor:
         if name not in self.columns:
@@ -66,7 +72,7 @@ class TokenLoss:
 
 
 LossFunction = Callable[..., TokenLoss]
-TermScope = Literal["token", "row"]
+TermScope = Literal["token", "row", "group"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -76,8 +82,14 @@ def whole_rows(function: _Function) -> _Function:
     return function
 
 
+def whole_groups(function: _Function) -> _Function:
+    """Marks a loss that compares the rows of a group: no micro-batch and no rank may hold a part of one."""
+    function.__dict__["term_scope"] = "group"
+    return function
+
+
 def scope_of(function: Callable[..., Any]) -> TermScope:
-    """What is marked `whole_rows` has scope "row", all else "token"."""
+    """What is marked `whole_rows` has scope "row", `whole_groups` "group", all else "token"; a sum has its widest part's."""
     return getattr(function, "term_scope", "token")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.algos.columns import unit_of
 from tandem.algos.table import configure
 from tandem.assemble.model import Model
 from tandem.assemble.rollout import Rollout
@@ -107,7 +108,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
         algorithm=chosen,
         source=source,
         plan=planned,
-        learner=PolicyLearner(workers, recipe.learner, seed=recipe.seed),
+        learner=PolicyLearner(workers, recipe.learner, seed=recipe.seed, unit=unit_of(chosen)),
         train=engine,
         queue=queue,
         checkpoint=InPlace(),
@@ -159,7 +160,7 @@ def _supervised_phase(
         algorithm=chosen,
         source=source,
         plan=plan(chosen.needs, source.columns, ()),
-        learner=PolicyLearner(workers, learner, seed=recipe.seed),
+        learner=PolicyLearner(workers, learner, seed=recipe.seed, unit=unit_of(chosen)),
         train=engine,
         queue=queue,
         checkpoint=InPlace(),

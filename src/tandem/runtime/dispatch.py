@@ -1,12 +1,13 @@
 """How a call on a group becomes one call a rank, and the ranks' results one result. Pure; shared by every runtime.
 
-A batch (DataProto or BatchRef) is cut into whole rows with their keys, balanced by tokens; anything else goes to every
-rank as it is. What comes back is joined by key, so that a caller cannot see how its batch was cut.
+A batch (DataProto or BatchRef) is cut into whole rows with their keys, or into whole groups where its handle says so,
+balanced by tokens; anything else goes to every rank as it is. What comes back is joined by key, so that a caller cannot
+see how its batch was cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from tandem.data_proto import DataProto
@@ -28,19 +29,26 @@ def registered(method: Callable[..., Any]) -> tuple[str, Dispatch, Collect]:
     return method.__name__, dispatch, collect
 
 
-def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
+def balanced(lengths: Sequence[int], parts: int, owners: Sequence[Hashable] | None = None) -> list[list[int]]:
     """Row positions of each part, in row order: the longest row first, always to the lightest part.
 
-    Raises ColumnError where there are fewer rows than parts: a rank without rows would not take part in the step.
+    owners: whose each row is, where rows of one owner stay together and are dealt as one. Raises ColumnError where there
+    are fewer rows, or owners, than parts: a rank without rows would not take part in the step.
     """
-    if len(lengths) < parts:
-        raise ColumnError(f"{len(lengths)} rows cannot be split over {parts} ranks; use a larger batch or fewer ranks")
+    together: dict[Hashable, list[int]] = {}
+    for i in range(len(lengths)):
+        together.setdefault(i if owners is None else owners[i], []).append(i)
+    units = list(together.values())
+    if len(units) < parts:
+        what = "rows" if owners is None else "groups"
+        raise ColumnError(f"{len(units)} {what} cannot be split over {parts} ranks; use a larger batch or fewer ranks")
+    sizes = [sum(lengths[i] for i in unit) for unit in units]
     rows: list[list[int]] = [[] for _ in range(parts)]
     load = [0] * parts
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for i in sorted(range(len(units)), key=lambda i: (-sizes[i], i)):
         lightest = min(range(parts), key=lambda part: (load[part], len(rows[part]), part))
-        rows[lightest].append(i)
-        load[lightest] += lengths[i]
+        rows[lightest] += units[i]
+        load[lightest] += sizes[i]
     return [sorted(part) for part in rows]
 
 
@@ -52,7 +60,9 @@ def scatter(args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> list[C
     if any(batch.keys != batches[0].keys for batch in batches):
         raise ColumnError("a call that splits its batches was given batches with different keys")
     lengths = batches[0].lengths
-    positions = balanced(lengths if isinstance(lengths, tuple) else cast("list[int]", lengths.tolist()), size)
+    whole = any(isinstance(batch, BatchRef) and batch.unit == "group" for batch in batches)
+    groups = [key.group for key in batches[0].keys] if whole else None
+    positions = balanced(lengths if isinstance(lengths, tuple) else cast("list[int]", lengths.tolist()), size, groups)
 
     def part(value: Any, rows: list[int]) -> Any:
         return value.select(rows) if isinstance(value, DataProto | BatchRef) else value
@@ -90,6 +100,7 @@ def _joined(refs: Sequence[BatchRef], order: tuple[Key, ...] | None) -> BatchRef
         frozenset[str].intersection(*(ref.columns for ref in refs)),
         tuple(length for ref in refs for length in ref.lengths),
         tuple(policy for ref in refs for policy in ref.policies),
+        refs[0].unit,
     )
     if order is None:
         return whole

@@ -47,7 +47,7 @@ class FakeTrainEngine:
 
     def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
         logprobs, entropy = self._predict(batch)
-        inputs = LossInputs(logprobs, batch["mask"], batch.lengths, batch.batch, entropy)
+        inputs = LossInputs(logprobs, batch["mask"], batch.lengths, batch.batch, entropy, batch.group_of_row)
         result = loss_function(loss.name)(inputs, **loss.params)
         sums = {name: aggregate(term, batch["loss_weights"], batch["mask"]) for name, term in result.terms.items()}
         bad = [f"loss term {name!r} is {value.item()}" for name, value in sums.items() if not math.isfinite(value.item())]

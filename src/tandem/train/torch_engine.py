@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tandem.algos.aggregation import aggregate
 from tandem.algos.functions import loss_function
-from tandem.algos.terms import LossInputs, TokenLoss, keep
+from tandem.algos.terms import LossInputs, TokenLoss, keep, scope_of
 from tandem.data_proto import DataProto
 from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
@@ -82,10 +82,10 @@ class TorchEngine:
         out = torch.zeros(batch.num_tokens)
         totals: Counter[str] = Counter()
         metrics = Metrics()
-        for at, part in self._passes(batch):
+        for at, part in self._passes(batch, whole_groups=scope_of(function) == "group"):
             logprobs, entropy = self._logprobs(part, with_entropy=True)
             out[at] = logprobs.detach()
-            inputs = LossInputs(logprobs, part["mask"], part.lengths, part.batch, entropy)
+            inputs = LossInputs(logprobs, part["mask"], part.lengths, part.batch, entropy, part.group_of_row)
             result = function(inputs, **loss.params)
             sums = {name: aggregate(term, part["loss_weights"], part["mask"]) for name, term in result.terms.items()}
             if not all(math.isfinite(value.item()) for value in sums.values()):
@@ -98,19 +98,22 @@ class TorchEngine:
         metrics = (metrics + Metrics.mean(losses)).prefixed("train")
         return metrics, DataProto.make(batch.keys, batch.lengths, token={"logprobs": out})
 
-    def _passes(self, batch: DataProto) -> Iterator[tuple[Tensor, DataProto]]:
+    def _passes(self, batch: DataProto, *, whole_groups: bool = False) -> Iterator[tuple[Tensor, DataProto]]:
         """Micro-batches, each with its places among the packed tokens.
 
-        A row ends at its last masked token, since nothing later can matter, and a row without one does not pass.
+        A row ends at its last masked token, since nothing later can matter, and a row without one does not pass. With
+        whole_groups, a group passes whole if one of its rows does.
         """
         ends = torch.zeros(len(batch), dtype=torch.int64)
         ends.scatter_reduce_(0, batch.row_of_token, torch.arange(1, batch.num_tokens + 1) * batch["mask"], "amax")
+        owners = cast("list[int]", batch.group_of_row.tolist()) if whole_groups else None
+        counted = {row if owners is None else owners[row] for row in cast("list[int]", ends.nonzero()[:, 0].tolist())}
         places = {
-            row: torch.arange(start, end)
+            row: torch.arange(start, max(start, end))
             for row, (start, end) in enumerate(zip(batch.offsets, cast("list[int]", ends.tolist()), strict=False))
-            if end
+            if (row if owners is None else owners[row]) in counted
         }
-        for rows in micro_batches({row: len(at) for row, at in places.items()}, self.config.micro_batch_tokens):
+        for rows in micro_batches({row: len(at) for row, at in places.items()}, self.config.micro_batch_tokens, owners):
             at = torch.cat([places[row] for row in rows])
             columns = {name: tensor[at if name in batch.token_level else rows] for name, tensor in batch.batch.items()}
             yield (

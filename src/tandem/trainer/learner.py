@@ -9,7 +9,7 @@ Legend: N packed tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from tandem.data_proto import DataProto
 from tandem.errors import EmptyBatchError
 from tandem.faults import crash_point
 from tandem.ports import Collect, Dispatch, TrainEngine, TransferQueue, WorkerGroup, register
-from tandem.types import Algorithm, BatchRef, Metric, Metrics
+from tandem.types import Algorithm, BatchRef, Metric, Metrics, Unit
 
 _PASS = frozenset({"tokens", "mask", "temperature"})
 
@@ -99,14 +99,16 @@ class LearnerConfig:
 class PolicyLearner:
     """Implements ports.Learner over a WorkerGroup of PolicyWorkers. It has no state of its own."""
 
-    def __init__(self, workers: WorkerGroup, config: LearnerConfig, *, seed: int) -> None:
+    def __init__(self, workers: WorkerGroup, config: LearnerConfig, *, seed: int, unit: Unit = "row") -> None:
+        """unit: what stays together where a mini-batch is split over ranks."""
         self._workers = workers
         self._config = config
         self._seed = seed
+        self._unit: Unit = unit
 
     async def update(self, batch: BatchRef) -> Metrics:
         metrics = Metrics()
-        for part in self._minibatches(batch):
+        for part in self._minibatches(replace(batch, unit=self._unit)):
             try:
                 metrics += await self._workers.call(PolicyWorker.weigh, part)
             except EmptyBatchError:

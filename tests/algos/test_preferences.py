@@ -1,0 +1,137 @@
+"""The losses on pairs as the update calls them: on rows of tokens, in any order, against the golden numbers of whole pairs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.algos.aggregation import aggregate, loss_weights
+from tandem.algos.columns import loss_ref, unit_of
+from tandem.algos.composition import loss_sum
+from tandem.algos.functions import loss_function
+from tandem.algos.policy_losses import ppo_clip
+from tandem.algos.preferences import preference_term
+from tandem.algos.sequence_losses import sequence_clip
+from tandem.algos.table import ALGORITHMS, configure
+from tandem.algos.terms import LossInputs, TokenLoss, scope_of
+from tandem.errors import ColumnError, ConfigError
+from tandem.types import LossRef
+
+CASES: list[dict[str, Any]] = [
+    case
+    for kind in ("dpo", "sppo")
+    for case in json.loads((Path(__file__).parents[1] / f"golden/cases/dpo__{kind}.json").read_text())
+    if "completion_lens" not in case["inputs"]
+]
+ROWS = [name for name, row in ALGORITHMS.items() if row.loss == "preference"]
+
+
+def on_tokens(sums: list[float]) -> tuple[list[Tensor], list[Tensor]]:
+    """A row whose counted tokens add up to each sum, with a prompt token and one in the middle that do not count."""
+    shares = [torch.tensor([99.0, 0.5, 99.0, 0.3, 0.2], dtype=torch.float64), torch.tensor([99.0, 1.0], dtype=torch.float64)]
+    masks = [torch.tensor([False, True, False, True, True]), torch.tensor([False, True])]
+    return [shares[i % 2] * value for i, value in enumerate(sums)], [masks[i % 2] for i in range(len(sums))]
+
+
+def run(logprobs: Tensor, ref: Tensor, loss: LossRef, order: list[int]) -> tuple[TokenLoss, Tensor, Tensor]:
+    """Loss, its total, and its gradient by (pair, side); logprobs and ref are [P, 2] sums, order one of the 2 P rows."""
+    x, masks = on_tokens(logprobs.flatten().tolist())
+    f, _ = on_tokens(ref.flatten().tolist())
+    rows = [row.clone().requires_grad_() for row in x]
+    lengths, mask = torch.tensor([len(rows[i]) for i in order]), torch.cat([masks[i] for i in order])
+    columns = {"ref_logprobs": torch.cat([f[i] for i in order]), "chosen": torch.tensor([i % 2 == 0 for i in order])}
+    inputs = LossInputs(
+        torch.cat([rows[i] for i in order]), mask, lengths, columns, groups=torch.tensor([7 - i // 2 for i in order])
+    )
+    result = loss_function(loss.name)(inputs, **loss.params)
+    total = aggregate(result.loss, loss_weights(mask, lengths, aggregation="seq-mean-token-mean").double(), mask)
+    gradients = torch.autograd.grad(total, rows)
+    for gradient, counted in zip(gradients, masks, strict=True):
+        assert bool((gradient[~counted] == 0).all())
+        assert bool((gradient[counted] == gradient[counted][0]).all())
+    return result, total, torch.stack([g[m][0] for g, m in zip(gradients, masks, strict=True)]).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+def test_a_pair_of_rows_costs_what_the_golden_pair_costs(case: dict[str, Any]) -> None:
+    logprobs, ref = (torch.tensor(case["inputs"][f"{who}_seq_logps"], dtype=torch.float64) for who in ("policy", "ref"))
+    named = {"beta": "beta", "loss_type": "preference", "label_smoothing": "label_smoothing"}
+    loss = LossRef("preference", {named[key]: value for key, value in case["params"].items()})
+    rows = 2 * len(logprobs)
+    for order in (list(range(rows)), list(range(rows - 1, -1, -1)), sorted(range(rows), key=lambda i: (i * 7) % rows)):
+        result, total, gradient = run(logprobs, ref, loss, order)
+        want = case["outputs"]
+        tight: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(total, torch.tensor(want["loss"], dtype=torch.float64), **tight)
+        torch.testing.assert_close(gradient, torch.tensor(want["grad_policy_seq_logps"], dtype=torch.float64), **tight)
+        metrics = result.metrics.values_by_name()
+        if "chosen_rewards" in want:
+            chosen, rejected = want["chosen_rewards"], want["rejected_rewards"]
+            ahead = sum(c > r for c, r in zip(chosen, rejected, strict=True))
+            assert metrics["preference_accuracy"] == ahead / len(chosen) == want["metrics"]["accuracy"]
+            assert metrics["reward_chosen"] == pytest.approx(sum(chosen) / len(chosen), abs=1e-6)
+            assert metrics["reward_rejected"] == pytest.approx(sum(rejected) / len(rejected), abs=1e-6)
+        assert metrics["reward_margin"] == pytest.approx(metrics["reward_chosen"] - metrics["reward_rejected"])
+
+
+def test_ipo_may_compare_means_over_a_response() -> None:
+    logprobs, ref = torch.tensor([[-3.0, -4.0]], dtype=torch.float64), torch.tensor([[-6.0, -2.0]], dtype=torch.float64)
+    loss = loss_ref(configure("ipo", {"per_token": True, "beta": 0.5}))
+    _, total, _ = run(logprobs, ref, loss, [0, 1])  # three counted tokens and one
+    assert total.item() == pytest.approx((3 / 3 - -2 / 1 - 1) ** 2)
+
+
+def test_at_the_reference_no_pair_is_told_apart() -> None:
+    same = torch.tensor([[-3.0, -4.0], [-1.0, -2.0]], dtype=torch.float64)
+    result, total, _ = run(same, same, loss_ref(configure("dpo")), [0, 1, 2, 3])
+    assert total.item() == pytest.approx(torch.log(torch.tensor(2.0)).item())
+    assert result.metrics["preference_accuracy"].value == 0
+    assert result.metrics["preference_accuracy"].count == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "chosen"),
+    [([0, 0, 1], [True, False, True]), ([0, 0], [True, True]), ([0, 0, 0], [True, False, False]), ([0, 1], [True, False])],
+)
+def test_a_group_that_is_no_pair_is_refused(groups: list[int], chosen: list[bool]) -> None:
+    num = len(groups)
+    columns = {"ref_logprobs": torch.zeros(num), "chosen": torch.tensor(chosen)}
+    ones = torch.ones(num, dtype=torch.int64)
+    with pytest.raises(ColumnError, match="a pair is a group of two rows"):
+        preference_term(LossInputs(torch.zeros(num), ones.bool(), ones, columns, groups=torch.tensor(groups)))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_row_compares_whole_groups_with_the_reference(name: str) -> None:
+    row = configure(name)
+    assert row.needs == {"tokens", "mask", "temperature", "chosen", "ref_logprobs"}
+    assert unit_of(row) == "group"
+    with pytest.raises(ConfigError, match="no mean over pairs"):
+        configure(name, {"aggregation": "token-mean"})
+
+
+def test_a_sum_has_the_scope_of_its_widest_part() -> None:
+    assert scope_of(ppo_clip) == "token"
+    assert scope_of(loss_sum(ppo_clip, sequence_clip)) == "row"
+    assert scope_of(loss_sum(preference_term, ppo_clip)) == "group"
+    assert unit_of(configure("gspo")) == "row"
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "says"),
+    [
+        ("dpo", {"beta": 0.0}, "must be positive"),
+        ("cdpo", {"label_smoothing": 0.5}, r"in \[0, 0.5\)"),
+        ("hinge", {"label_smoothing": 0.1}, "has no label_smoothing"),
+        ("dpo", {"per_token": True}, "leave its lengths out"),
+        ("dpo", {"betta": 0.1}, "did you mean beta"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_reason(name: str, params: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        configure(name, params)
