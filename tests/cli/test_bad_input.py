@@ -60,6 +60,17 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "more tasks than there are": (("data.heldout.size=1000000",), ("1000000",)),
     "missing template": (("model.template=no/such.jinja",), ("model.template", "no/such.jinja")),
     "groups that leave nothing to compare": (("rollout.group_size=1",), ("rollout.group_size=1", "grpo")),
+    "parts of a reward that nobody names": (("algorithm=gdpo",), ("gdpo", "reward.components")),
+    "a part that a reward lacks": (("algorithm=gdpo", "reward.components=[format]"), ("'format'", "reward.components")),
+    "weights for other parts": (
+        ("algorithm=gdpo", "algorithm.reward_weights=[1.0,2.0]", "reward.components=[right]"),
+        ("reward_weights=[1.0, 2.0]", "right"),
+    ),
+    "shaping of rewards that nothing reads": (
+        ("algorithm=gdpo", "reward.components=[right]", "rollout.shaping.stop_coef=0.5"),
+        ("rollout.shaping", "gdpo"),
+    ),
+    "a buffer longer than an answer": (("rollout.shaping.overlong_buffer_tokens=9",), ("=9", "sampling.max_tokens=8")),
     "more mini-batches than groups": (("learner.minibatches=3",), ("learner.minibatches=3", "2 groups")),
     "a run that leaves its directory": (("run.dir=null", "run.name=.."), ("name='..'",)),
     "heads that do not divide": (("model.new.num_heads=3", "model.new.num_kv_heads=2"), ("num_heads", "3")),

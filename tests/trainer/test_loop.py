@@ -124,17 +124,18 @@ def test_sft_is_the_same_loop() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_steps_before_and_after_a_resume_equal_steps_without_one(tmp_path: Path, at: int) -> None:
-    whole = world(algorithm="dapo")
+@pytest.mark.parametrize("algorithm", ["dapo", "remax"])
+def test_steps_before_and_after_a_resume_equal_steps_without_one(tmp_path: Path, algorithm: str, at: int) -> None:
+    whole = world(algorithm=algorithm)
     run_world(whole, 5)
 
-    first = world(algorithm="dapo")
+    first = world(algorithm=algorithm)
     run_world(first, at)
     first.engine.save(tmp_path / "engine")
     asyncio.run(first.queue.save(tmp_path / "queue"))
     state = json.loads(json.dumps(first.source.state()))
 
-    second = world(algorithm="dapo")
+    second = world(algorithm=algorithm)
     second.engine.load(tmp_path / "engine")
     asyncio.run(second.queue.restore("s", tmp_path / "queue"))
     second.source.restore(state)

@@ -53,6 +53,7 @@ def test_each_stage_finds_its_columns_all_are_useful_and_their_listing_does_not_
     assert set(needs) <= known
     used = set(needs).union(*(step.needs for step in made.stages))
     assert all(step.gives & used for step in made.stages)
+    assert made.reads == used & set(have)
     shuffled = random.Random(seed).sample(stages, len(stages))
     assert plan(needs, have, shuffled).stages == made.stages
 

@@ -60,13 +60,13 @@ def test_rows_carry_their_episode_s_reward_and_stop_and_masked_ones_train_nothin
 
 def test_a_group_that_is_too_small_or_refused_goes_as_a_whole_with_each_reason() -> None:
     judged = [episode(0, reward=1.0), replace(episode(1), reward=RewardResult.failed("timeout"))]
-    outcome = verdict(judged, {Key("train", 0, 2): "abort"}, StopPolicy(), min_episodes=2, keep=None)
-    assert (outcome.rows, outcome.reason) == (None, "group_too_small")
+    outcome = verdict(judged, {Key("train", 0, 2): "abort"}, min_episodes=2, keep=None)
+    assert (outcome.kept, outcome.reason) == ((), "group_too_small")
     assert {key.member: reason for key, reason in outcome.dropped.items()} == {0: "group_too_small", 1: "reward_failed", 2: "abort"}
-    assert verdict(judged, {}, StopPolicy(), min_episodes=1, keep=None).rows is not None
-    assert verdict([], {}, StopPolicy(), min_episodes=0, keep=None).reason == "group_too_small"
+    assert verdict(judged, {}, min_episodes=1, keep=None).kept
+    assert verdict([], {}, min_episodes=0, keep=None).reason == "group_too_small"
     same = [episode(0, reward=1.0), episode(1, reward=1.0)]
-    assert verdict(same, {}, StopPolicy(), min_episodes=2, keep=lambda rewards: bool(rewards.std() > 0)).reason == "filtered"
+    assert verdict(same, {}, min_episodes=2, keep=lambda rewards: bool(rewards.std() > 0)).reason == "filtered"
 
 
 def test_rewards_are_one_an_episode_and_values_only() -> None:
@@ -82,7 +82,7 @@ def test_metrics_are_over_what_they_name() -> None:
         replace(episode(1), reward=RewardResult.failed("timeout")),
     ]
     episodes = [*judged, episode(2, stop="error")]
-    outcome = verdict(judged, {Key("train", 0, 2): "error"}, StopPolicy(), min_episodes=1, keep=None)
+    outcome = verdict(judged, {Key("train", 0, 2): "error"}, min_episodes=1, keep=None)
     metrics = group_metrics(episodes, judged, outcome)
     assert (metrics["reward/mean"].value, metrics["reward/mean"].count) == (1.0, 1)
     assert (metrics["reward/format"].value, metrics["reward/format"].count) == (0.5, 1)

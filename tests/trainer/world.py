@@ -26,7 +26,7 @@ from tandem.trainer.learner import LearnerConfig, PolicyLearner, PolicyWorker
 from tandem.trainer.plan import Plan, plan
 from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutConfig, RolloutSource
-from tandem.trainer.stages import advantages, old_logprobs
+from tandem.trainer.stages import advantages, derived, old_logprobs
 from tandem.types import (
     Algorithm,
     Chunk,
@@ -213,6 +213,7 @@ def world(
     seed: int = 0,
     policy: PolicyRef | None = None,
     stall_limit_s: float = 5.0,
+    components: Sequence[str] = (),
     **sampling: Any,
 ) -> World:
     """GRPO on groups of 4 in batches of 3, with what a test wants otherwise."""
@@ -220,6 +221,8 @@ def world(
     engine, rollout, rewarded = TableEngine(), TableRollout(), FunctionReward(reward)
     chosen = configure(algorithm, params)
     group = InlineGroup([PolicyWorker(engine, queue, chosen) for _ in range(ranks)])
+    stages = [advantages(chosen, queue), old_logprobs(group), *derived(chosen, queue, seed=seed)]
+    planned = plan(chosen.needs, RolloutSource.columns, stages)
     source = RolloutSource(
         dataset=FakeDataset() if dataset is None else dataset,
         agent=agent or SingleTurn(),
@@ -233,8 +236,9 @@ def world(
         config=config or RolloutConfig(groups_per_step=3, group_size=4),
         seed=seed,
         policy=policy or PolicyRef(),
+        reads=planned.reads,
+        components=components,
     )
-    stages = [advantages(chosen, queue), old_logprobs(group)]
     return World(
         queue,
         engine,
@@ -242,6 +246,6 @@ def world(
         rewarded,
         chosen,
         source,
-        plan(chosen.needs, RolloutSource.columns, stages),
+        planned,
         PolicyLearner(group, learner or LearnerConfig(), seed=seed),
     )

@@ -46,7 +46,7 @@ NOTES: dict[str, Note] = {
     ),
     "dapo": Note(
         "GRPO with a higher upper clip, token mean, and groups of equal rewards left out.",
-        "Long reasoning, where GRPO's entropy falls too fast. Its penalty for overlong answers is shaping.overlong_penalty.",
+        "Long reasoning, where GRPO's entropy falls too fast. For its penalty on overlong answers see rollout.shaping.",
         {"verl": "dual_clip=3.0 singleton=reward", "TRL": "std_eps=1e-4 (its default loss_type)"},
     ),
     "gspo": Note(
@@ -162,7 +162,7 @@ NOTES: dict[str, Note] = {
     ),
     "gdpo": Note(
         "Each reward component normalised within its group before they are summed.",
-        "Several rewards of different scale.",
+        "Several rewards of different scale: RewardResult.components, named in order by reward.components.",
         {"verl": "the defaults", "TRL": "normalises once more over rows, not tokens", "NeMo-RL": "over rows, without epsilon"},
     ),
     "rloo": Note(
@@ -207,7 +207,7 @@ NOTES: dict[str, Note] = {
     ),
     "remax": Note(
         "The greedy answer's reward as the baseline: unbiased.",
-        "One response a prompt and a greedy rollout each; needs column reward_baselines.",
+        "Few responses a prompt: each group costs a greedy rollout more, whose reward is column reward_baselines.",
         {"verl": "adv_estimator=remax with the PPO loss"},
     ),
     "sppo": Note(

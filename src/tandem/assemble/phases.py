@@ -82,6 +82,12 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
     queue, chosen = MemoryQueue(recipe.queue), algorithm(recipe)
     engine = TorchEngine(model.decoder, recipe.train.over(_updates(recipe.trainer.steps, recipe.learner)))
     workers = InlineGroup((PolicyWorker(engine, queue, chosen),))
+    old_logprobs = stages.bypass(queue) if chosen.params.get("bypass") else stages.old_logprobs(workers)
+    known = (stages.advantages(chosen, queue), old_logprobs, *stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived")))
+    try:
+        planned = plan(chosen.needs, RolloutSource.columns, known)
+    except PlanError as problem:
+        raise ConfigError(f"algorithm {chosen.name} cannot be trained with yet: {problem}") from problem
     source = RolloutSource(
         dataset=build_dataset(recipe.data.train, "train", seed_of(recipe.seed, "tasks")),
         agent=rollout.agent,
@@ -95,13 +101,9 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
         config=recipe.rollout,
         seed=recipe.seed,
         policy=PolicyRef(),
+        reads=planned.reads,
+        components=_components(recipe, chosen, planned),
     )
-    old_logprobs = stages.bypass(queue) if chosen.params.get("bypass") else stages.old_logprobs(workers)
-    known = (stages.advantages(chosen, queue), old_logprobs, *stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived")))
-    try:
-        planned = plan(chosen.needs, source.columns, known)
-    except PlanError as problem:
-        raise ConfigError(f"algorithm {chosen.name} cannot be trained with yet: {problem}") from problem
     return Phase(
         name="train",
         steps=recipe.trainer.steps,
@@ -127,6 +129,29 @@ def _check_batch(recipe: Recipe, chosen: Algorithm) -> None:
             f"learner.minibatches={recipe.learner.minibatches} is above the {groups} groups of a step, which are not split; "
             f"lower it or raise rollout.groups_per_step"
         )
+
+
+def _components(recipe: Recipe, chosen: Algorithm, planned: Plan) -> tuple[str, ...]:
+    """The declared parts of a reward. Raises ConfigError where the recipe and the algorithm do not agree on rewards."""
+    assert recipe.reward is not None
+    names, weights = recipe.reward.components, chosen.params.get("reward_weights")
+    if "reward_components" in planned.reads:
+        if not names:
+            raise ConfigError(
+                f"algorithm {chosen.name} credits the parts of a reward one by one: name them, e.g. "
+                f"reward.components=[correct,format], and return RewardResult(value, {{'correct': ..., 'format': ...}})"
+            )
+        if isinstance(weights, list) and len(weights) != len(names):
+            raise ConfigError(f"algorithm.reward_weights={weights} must have one entry for each of reward.components={list(names)}")
+    shaping = recipe.rollout.shaping
+    if shaping.on and "rewards" not in planned.reads:
+        raise ConfigError(f"rollout.shaping changes column rewards, which {chosen.name} does not read: leave it out")
+    if shaping.overlong_buffer_tokens > recipe.sampling.max_tokens:
+        raise ConfigError(
+            f"rollout.shaping.overlong_buffer_tokens={shaping.overlong_buffer_tokens} is above "
+            f"sampling.max_tokens={recipe.sampling.max_tokens}, of which it is a part"
+        )
+    return names
 
 
 def _updates(steps: int, learner: LearnerConfig) -> int:

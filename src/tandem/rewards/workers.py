@@ -44,19 +44,23 @@ class RewardConfig:
     """function: a built-in's short name, "package.module:function" or "path/file.py:function".
 
     workers: groups judged at the same time. limit_s: seconds for one group, after which its worker is killed.
-    params: further arguments of the function, by name.
+    params: further arguments of the function, by name. components: parts that each RewardResult of the function has, in the
+    order in which an algorithm that credits them one by one (gdpo) takes them.
     """
 
     function: str
     workers: int = 2
     limit_s: float = 30.0
     params: dict[str, Json] = field(default_factory=dict[str, Json])
+    components: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ValueError(f"workers is {self.workers} and must be at least 1")
         if not self.limit_s > 0:
             raise ValueError(f"limit_s is {self.limit_s} and must be greater than 0")
+        if len(set(self.components)) < len(self.components):
+            raise ValueError(f"components={list(self.components)} names one part twice")
 
 
 class Journal(Protocol):

@@ -20,9 +20,13 @@ BatchStage = Stage[BatchRef]
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages in an order in which each finds what it needs."""
+    """Stages in an order in which each finds what it needs.
+
+    reads: the columns that a batch brings along and that a stage or the update reads.
+    """
 
     stages: tuple[BatchStage, ...]
+    reads: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return " -> ".join(stage.name for stage in self.stages) or "nothing"
@@ -46,9 +50,13 @@ def plan(needs: Collection[str], have: Collection[str], stages: Sequence[BatchSt
     Raises PlanError for a column that no stage gives, that two stages give, or that needs itself.
     """
     ordered: list[BatchStage] = []
+    reads: set[str] = set()
 
     def want(column: str, chain: tuple[str, ...]) -> None:
-        if column in have or any(column in stage.gives for stage in ordered):
+        if column in have:
+            reads.add(column)
+            return
+        if any(column in stage.gives for stage in ordered):
             return
         path = " <- ".join((repr(column), *reversed(chain)))
         givers = [stage for stage in stages if column in stage.gives]
@@ -67,4 +75,4 @@ def plan(needs: Collection[str], have: Collection[str], stages: Sequence[BatchSt
 
     for column in sorted(needs):
         want(column, ("update",))
-    return Plan(tuple(ordered))
+    return Plan(tuple(ordered), frozenset(reads))

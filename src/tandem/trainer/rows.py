@@ -46,9 +46,9 @@ class StopPolicy:
 
 @dataclass(frozen=True)
 class Verdict:
-    """rows: of the episodes that stay, or None where the whole group is dropped for `reason`. dropped: places, and why."""
+    """kept: the episodes that stay, none where the whole group is dropped for `reason`. dropped: places, and why."""
 
-    rows: DataProto | None
+    kept: tuple[Episode, ...]
     dropped: Mapping[Key, str]
     reason: str = ""
 
@@ -72,27 +72,40 @@ def to_judge(episodes: Sequence[Episode], policy: StopPolicy) -> tuple[list[Epis
     return judged, dropped
 
 
-def with_rewards(task: Task, episodes: Sequence[Episode], results: Sequence[RewardResult]) -> list[Episode]:
-    """The episodes with their rewards. Raises RewardError for a wrong count, or rewards that no estimator credits."""
+def with_rewards(
+    task: Task, episodes: Sequence[Episode], results: Sequence[RewardResult], components: Sequence[str] = ()
+) -> list[Episode]:
+    """The episodes with their rewards.
+
+    components: parts that each reward must have, unless it failed. Raises RewardError for a wrong count, a part that is
+    missing, or rewards that no estimator credits.
+    """
     if len(results) != len(episodes):
         raise RewardError(f"the reward of task {task.id!r} gave {len(results)} results for {len(episodes)} episodes")
     if any(result.token_rewards for result in results):
         raise RewardError(f"the reward of task {task.id!r} gives token rewards, which no estimator credits; add them to its value")
+    for result in results:
+        if result.ok and (missing := [name for name in components if name not in result.components]):
+            raise RewardError(
+                f"the reward of task {task.id!r} lacks component {missing[0]!r}, which reward.components names; it has "
+                f"{', '.join(result.components) or 'none'}: return RewardResult(value, {{{missing[0]!r}: ...}}) for each episode"
+            )
     return [replace(episode, reward=result) for episode, result in zip(episodes, results, strict=True)]
 
 
 def verdict(
     judged: Sequence[Episode],
     dropped: Mapping[Key, str],
-    policy: StopPolicy,
     *,
     min_episodes: int,
     keep: Callable[[Tensor], bool] | None,
+    lacks: str = "",
 ) -> Verdict:
     """What is left of a group.
 
-    Reasons: "reward_failed" for an episode; "group_too_small" where fewer than `min_episodes` are left and "filtered"
-    where `keep` refuses their rewards, for the whole group.
+    Reasons: "reward_failed" for an episode; for the whole group "group_too_small" where fewer than `min_episodes` are left,
+    `lacks` where the group misses something else that it cannot be trained on without, and "filtered" where `keep` refuses
+    its rewards.
     """
     reasons = dict(dropped)
     kept: list[Episode] = []
@@ -104,19 +117,19 @@ def verdict(
         else:
             kept.append(episode)
             rewards.append(value)
-    reason = ""
+    reason = lacks
     if len(kept) < max(min_episodes, 1):
         reason = "group_too_small"
-    elif keep is not None and not keep(torch.tensor(rewards, dtype=torch.float32)):
+    elif not reason and keep is not None and not keep(torch.tensor(rewards, dtype=torch.float32)):
         reason = "filtered"
     if reason:
-        return Verdict(None, reasons | {episode.key: reason for episode in kept}, reason)
-    return Verdict(episode_rows(kept, policy), reasons)
+        return Verdict((), reasons | {episode.key: reason for episode in kept}, reason)
+    return Verdict(tuple(kept), reasons)
 
 
 def episode_rows(episodes: Sequence[Episode], policy: StopPolicy) -> DataProto:
     """One row a sample, with row column `rewards` (its episode's) and `stop` (its episode's); masked ones have no true mask."""
-    owners = [episode for episode in episodes for _ in episode.samples]
+    owners = _owners(episodes)
     rows = DataProto.from_samples([sample for episode in episodes for sample in episode.samples])
     counts = torch.tensor([policy.action(episode.stop) == "train" for episode in owners])
     values = [episode.reward.value for episode in owners if episode.reward is not None]
@@ -125,6 +138,17 @@ def episode_rows(episodes: Sequence[Episode], policy: StopPolicy) -> DataProto:
         row={"rewards": torch.tensor(values, dtype=torch.float32)},
         objects={"stop": [episode.stop for episode in owners]},
     )
+
+
+def reward_components(episodes: Sequence[Episode], names: Sequence[str]) -> Tensor:
+    """float32 [B, K] for the rows of `episode_rows`: the named parts of each reward, in this order."""
+    results = [episode.reward for episode in _owners(episodes) if episode.reward is not None]
+    return torch.tensor([[result.components[name] for name in names] for result in results], dtype=torch.float32)
+
+
+def _owners(episodes: Sequence[Episode]) -> list[Episode]:
+    """The episode of each row."""
+    return [episode for episode in episodes for _ in episode.samples]
 
 
 def group_metrics(episodes: Sequence[Episode], judged: Sequence[Episode], outcome: Verdict) -> Metrics:
@@ -146,7 +170,7 @@ def group_metrics(episodes: Sequence[Episode], judged: Sequence[Episode], outcom
             "rollout/sampled_tokens": Metric(sum(sampled), reduction="sum"),
             "rollout/length": Metric(sum(sampled), len(episodes)),
             "rollout/cut_support": Metric(sum(cut), len(cut)),
-            "rollout/dropped_groups": Metric(float(outcome.rows is None), reduction="sum"),
+            "rollout/dropped_groups": Metric(float(not outcome.kept), reduction="sum"),
             **{f"rollout/stop_{stop}": Metric(stops[stop], len(episodes)) for stop in ("stop", "length", "tool_limit")},
         }
     )

@@ -5,6 +5,10 @@ Life of a group:  admit (gate, places reserved) -> episodes, side by side -> rew
 
 In sync mode a step trains on the first `groups_per_step` groups, in admission order, that are kept: groups are admitted
 one for each that is dropped, and what becomes of a group depends on its ordinal and the policy, never on timing.
+
+Where column `reward_baselines` is read, a group has a greedy companion: one more episode of its task, sampled greedily by the
+same engines at the same time under a key of its own (space "train.greedy"), judged by itself and never trained on. A group
+whose greedy answer could not be judged is dropped.
 """
 
 from __future__ import annotations
@@ -13,19 +17,32 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, cast
 
+import torch
+
 from tandem.algos.functions import keep_function
+from tandem.data_proto import DataProto
 from tandem.errors import RunError
 from tandem.faults import crash_point
 from tandem.ports import LLM, AgentLoop, Dataset, Lease, Reward, RolloutEngine, TransferQueue
 from tandem.trainer.episodes import first_error, run_episode
 from tandem.trainer.intake import Intake
-from tandem.trainer.rows import StopPolicy, Verdict, group_metrics, to_judge, verdict, with_rewards
+from tandem.trainer.rows import (
+    StopPolicy,
+    Verdict,
+    episode_rows,
+    group_metrics,
+    reward_components,
+    to_judge,
+    verdict,
+    with_rewards,
+)
 from tandem.trainer.sampler import TaskOrder, seed_of
 from tandem.trainer.schedule import Schedule
-from tandem.types import Algorithm, BatchRef, Episode, GroupKey, Json, Key, Metrics, PolicyRef, SamplingParams, Task
+from tandem.trainer.shaping import ShapingConfig, shaped, shaping_metrics
+from tandem.types import Algorithm, BatchRef, Episode, GroupKey, Json, Key, Metric, Metrics, PolicyRef, SamplingParams, Task
 
 MakeLLM = Callable[[Key, int, SamplingParams], LLM]
 """(key, seed, params) -> the LLM of one episode."""
@@ -34,13 +51,15 @@ MakeLLM = Callable[[Key, int, SamplingParams], LLM]
 @dataclass(frozen=True)
 class RolloutConfig:
     """groups_per_step: tasks in a batch. group_size: episodes of each. max_refills_per_step: how many groups of one
-    step may be dropped and replaced (too small, or refused by dynamic sampling) before the run stops.
+    step may be dropped and replaced (too small, or refused by dynamic sampling) before the run stops. stops, shaping: what
+    becomes of an episode, and of its reward, by how it stopped and how long it is.
     """
 
     groups_per_step: int = 16
     group_size: int = 16
     max_refills_per_step: int = 128
     stops: StopPolicy = field(default_factory=StopPolicy)
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
 
     def __post_init__(self) -> None:
         for name, least in (("groups_per_step", 1), ("group_size", 1), ("max_refills_per_step", 0)):
@@ -48,13 +67,31 @@ class RolloutConfig:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
-class RolloutSource:
-    """Implements ports.Source. One iteration at a time; see the module's docstring."""
+@dataclass(frozen=True)
+class _Cohort:
+    """Episodes of one task that were judged together; `judged` have a reward, `dropped` a reason why not."""
 
-    columns: ClassVar[frozenset[str]] = frozenset(
-        {"tokens", "mask", "rollout_logprobs", "temperature", "full_support", "policy", "stop", "rewards"}
-    )
-    """Of the rows that it gives."""
+    episodes: list[Episode]
+    judged: list[Episode]
+    dropped: dict[Key, str]
+
+    @property
+    def rewarded(self) -> list[Episode]:
+        return [episode for episode in self.judged if episode.reward is not None and episode.reward.ok]
+
+
+class RolloutSource:
+    """Implements ports.Source. One iteration at a time; see the module's docstring.
+
+    reads: the columns that the plan and the update read; of those in `costly` only these are made. components: the names of
+    column `reward_components`, in order; each reward must have them.
+    """
+
+    costly: ClassVar[frozenset[str]] = frozenset({"reward_baselines", "reward_components"})
+    columns: ClassVar[frozenset[str]] = costly | {
+        *("tokens", "mask", "rollout_logprobs", "temperature", "full_support", "policy", "stop", "rewards")
+    }
+    """Of the rows that it can give."""
 
     def __init__(
         self,
@@ -71,12 +108,15 @@ class RolloutSource:
         config: RolloutConfig,
         seed: int,
         policy: PolicyRef,
+        reads: frozenset[str],
+        components: Sequence[str] = (),
         space: str = "train",
     ) -> None:
         self._dataset, self._agent, self._reward = dataset, agent, reward
         self._make_llm, self._params, self._seed = make_llm, params, seed
         self._queue, self._engines = queue, tuple(engines)
         self._schedule, self._config = schedule, config
+        self._reads, self._components = reads, tuple(components)
         self._min_episodes = algorithm.min_episodes
         self._keep = keep_function(algorithm.keep) if algorithm.keep is not None else None
         self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}")
@@ -160,35 +200,64 @@ class RolloutSource:
 
     async def _group(self, group: GroupKey) -> None:
         task = self._dataset[self._order.position(group.ordinal)].asked()
-        episodes = await self._episodes(task, group)
-        judged, dropped = to_judge(episodes, self._config.stops)
-        if judged:
-            judged = with_rewards(task, judged, await self._reward(task, judged))
-        outcome = verdict(judged, dropped, self._config.stops, min_episodes=self._min_episodes, keep=self._keep)
+        keys = [Key(*group, member) for member in range(self._config.group_size)]
+        async with asyncio.TaskGroup() as cohorts:
+            sampled = cohorts.create_task(self._cohort(task, keys, self._params, self._config.stops), name=f"group {group}")
+            companion = cohorts.create_task(self._companion(task, group), name=f"companion of group {group}")
+        cohort, greedy = sampled.result(), companion.result()
+        lacks = "greedy_failed" if greedy is not None and not greedy.rewarded else ""
+        outcome = verdict(cohort.judged, cohort.dropped, min_episodes=self._min_episodes, keep=self._keep, lacks=lacks)
         crash_point("rollout.before_put")
         # From here to the end no other task runs, so a snapshot sees the group either running or done.
         for place, reason in outcome.dropped.items():
             await self._queue.drop([place], reason)
-        if outcome.rows is not None:
-            await self._queue.put(outcome.rows)
-            self._judged[group] = judged
+        if outcome.kept:
+            await self._queue.put(self._rows(outcome.kept, greedy))
+            self._judged[group] = cohort.judged
         self._running.discard(group)
-        self._metrics += group_metrics(episodes, judged, outcome)
-        self._tally.count(group, episodes, judged, outcome)
-        if outcome.rows is None:
+        self._metrics += group_metrics(cohort.episodes, cohort.judged, outcome)
+        if greedy is not None:
+            self._metrics += _greedy_metrics(greedy)
+        self._tally.count(group, cohort, greedy, outcome)
+        if not outcome.kept:
             self._intake.give_back()
             self._tally.check(self._config, self.policy, self._running)
 
-    async def _episodes(self, task: Task, group: GroupKey) -> list[Episode]:
-        keys = [Key(*group, member) for member in range(self._config.group_size)]
+    async def _companion(self, task: Task, group: GroupKey) -> _Cohort | None:
+        """The greedy one, where its reward is read."""
+        if "reward_baselines" not in self._reads:
+            return None
+        key = Key(f"{group.space}.greedy", group.ordinal)
+        return await self._cohort(task, [key], replace(self._params, temperature=0.0), StopPolicy())
+
+    async def _cohort(self, task: Task, keys: Sequence[Key], params: SamplingParams, stops: StopPolicy) -> _Cohort:
+        """These episodes, side by side, and what the reward says of them."""
         async with asyncio.TaskGroup() as members:
             running = [
-                members.create_task(
-                    run_episode(self._agent, task, self._make_llm(key, self._seed, self._params), key), name=f"{key}"
-                )
+                members.create_task(run_episode(self._agent, task, self._make_llm(key, self._seed, params), key), name=f"{key}")
                 for key in keys
             ]
-        return [episode.result() for episode in running]
+        episodes = [episode.result() for episode in running]
+        judged, dropped = to_judge(episodes, stops)
+        if judged:
+            judged = with_rewards(task, judged, await self._reward(task, judged), self._components)
+        return _Cohort(episodes, judged, dropped)
+
+    def _rows(self, kept: Sequence[Episode], greedy: _Cohort | None) -> DataProto:
+        """The rows of a group, with the columns that are read."""
+        credited = self._shaped(kept)
+        rows, more = episode_rows(credited, self._config.stops), dict[str, torch.Tensor]()
+        if greedy is not None:
+            (baseline,) = _values(self._shaped(greedy.rewarded))
+            more["reward_baselines"] = torch.full((len(rows),), baseline)
+        if "reward_components" in self._reads:
+            more["reward_components"] = reward_components(credited, self._components)
+        if self._config.shaping.on:
+            self._metrics += shaping_metrics(kept, credited)
+        return rows.with_columns(row=more)
+
+    def _shaped(self, episodes: Sequence[Episode]) -> list[Episode]:
+        return shaped(episodes, self._config.shaping, max_tokens=self._params.max_tokens)
 
 
 @dataclass(slots=True)
@@ -200,14 +269,14 @@ class _Tally:
     refused: Counter[str] = field(default_factory=Counter[str])
     first: str = ""
 
-    def count(self, group: GroupKey, episodes: Sequence[Episode], judged: Sequence[Episode], outcome: Verdict) -> None:
-        good = sum(episode.reward is not None and episode.reward.ok for episode in judged)
-        self.good[group.ordinal] = good
-        self.failed += len(episodes) - good
+    def count(self, group: GroupKey, cohort: _Cohort, greedy: _Cohort | None, outcome: Verdict) -> None:
+        self.good[group.ordinal] = len(cohort.rewarded)
         if outcome.reason:
             self.refused[outcome.reason] += 1
-        for episode in (*judged, *episodes):
-            self.first = self.first or _complaint(episode)
+        for each in (cohort,) if greedy is None else (cohort, greedy):
+            self.failed += len(each.episodes) - len(each.rewarded)
+            for episode in (*each.judged, *each.episodes):
+                self.first = self.first or _complaint(episode)
 
     def check(self, config: RolloutConfig, policy: PolicyRef, running: Collection[GroupKey]) -> None:
         """Raises RunError where refilling has no end in sight: whether it does depends on no group's timing."""
@@ -246,3 +315,16 @@ def _complaint(episode: Episode) -> str:
     if episode.reward is not None:
         return f"{episode.key}: {episode.reward.reason}" if not episode.reward.ok else ""
     return ""
+
+
+def _greedy_metrics(greedy: _Cohort) -> Metrics:
+    """Of one group's greedy companion, which is in no other metric."""
+    values = _values(greedy.rewarded)
+    tokens = sum(int(sample.mask.sum()) for episode in greedy.episodes for sample in episode.samples)
+    return Metrics({"reward/greedy": Metric(sum(values), len(values))}) + Metrics.sum(
+        {"rollout/greedy_episodes": len(greedy.episodes), "rollout/greedy_tokens": tokens}
+    )
+
+
+def _values(episodes: Sequence[Episode]) -> list[float]:
+    return [episode.reward.value for episode in episodes if episode.reward is not None and episode.reward.value is not None]
