@@ -50,6 +50,15 @@ def test_initial_weights_follow_from_the_seed() -> None:
     assert state["model.norm.weight"].eq(1).all()
 
 
+def test_a_layer_sees_its_parameters_rounded_to_the_compute_dtype() -> None:
+    decoder, rows = loud(config(qk_norm=True, attention_bias=True), torch.bfloat16), tokens(2, 21)
+    before = decoder.prefill(rows)
+    with torch.no_grad():
+        for parameter in decoder.model.layers.parameters():
+            parameter.copy_(parameter.bfloat16())
+    assert torch.equal(decoder.prefill(rows), before)
+
+
 def test_right_padding_is_inert() -> None:
     decoder, row = loud(config()), tokens(2, 21)
     for width in (22, 40):

@@ -5,8 +5,9 @@ layers on [M, D] rows through `numerics`. Grouped-query attention, rotary positi
 embeddings, optional biases, optional norms of queries and keys: what Llama, Qwen2 and Qwen3 are. It does not sample, it
 has no output layer (heads.py turns hidden states into log-probabilities), and it runs on the CPU.
 
-Parameters are float32 and have their Hugging Face names. Products with weights run in the compute dtype, all else
-(residual stream, norms, positions, attention) in float32.
+Parameters are float32 and have their Hugging Face names. A layer sees all of its own rounded to the compute dtype, so that
+a sharded layer can be gathered in that dtype and be the same. Products with weights run in the compute dtype, all else
+(residual stream, norms, positions, attention) in float32. Each layer is called as a module: what hooks into modules works.
 
 Legend: B rows, T padded time, S decode rows, W window of keys, M rows of a product (B * T or S, padded to a multiple of
 numerics.ROWS), D width, H heads, K key-value heads, G = H / K, d head size.
@@ -14,9 +15,9 @@ numerics.ROWS), D width, H heads, K key-value heads, G = H / K, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,39 @@ class DecoderConfig:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
+# ---------------------------------------------------------------------------------- what a forward computes with
+
+
+class Linear(NamedTuple):
+    """A projection in the compute dtype."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return numerics.linear(x, self.weight, self.bias)
+
+
+class LayerWeights(NamedTuple):
+    """One layer: projections in the compute dtype; norms in float32, rounded to it."""
+
+    attention_norm: Tensor
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    mlp_norm: Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+# (layer, queries [M, H, d], keys [M, K, d], values [M, K * d]) -> [M, H * d]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
 # ------------------------------------------------------------------------- parameters, by their Hugging Face names
 
 
@@ -74,11 +108,18 @@ class _Projection(nn.Module):
         self.weight = nn.Parameter(torch.zeros(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
+    def linear(self, dtype: torch.dtype) -> Linear:
+        return Linear(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
 
 class _Norm(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
+
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        """The weight in float32, of values that `dtype` holds."""
+        return self.weight.to(dtype).float()
 
 
 class _SelfAttention(nn.Module):
@@ -101,49 +142,50 @@ class _MLP(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, c: DecoderConfig) -> None:
+    def __init__(self, c: DecoderConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
+        self.config, self.index, self.dtype = c, index, dtype
         self.input_layernorm = _Norm(c.hidden_size)
         self.self_attn = _SelfAttention(c)
         self.post_attention_layernorm = _Norm(c.hidden_size)
         self.mlp = _MLP(c)
 
+    def weights(self) -> LayerWeights:
+        """What a forward computes with: all parameters of the layer, rounded to the compute dtype."""
+        attention, mlp, dtype = self.self_attn, self.mlp, self.dtype
+        return LayerWeights(
+            attention_norm=self.input_layernorm.rounded(dtype),
+            q=attention.q_proj.linear(dtype),
+            k=attention.k_proj.linear(dtype),
+            v=attention.v_proj.linear(dtype),
+            o=attention.o_proj.linear(dtype),
+            q_norm=None if attention.q_norm is None else attention.q_norm.rounded(dtype),
+            k_norm=None if attention.k_norm is None else attention.k_norm.rounded(dtype),
+            mlp_norm=self.post_attention_layernorm.rounded(dtype),
+            gate=mlp.gate_proj.linear(dtype),
+            up=mlp.up_proj.linear(dtype),
+            down=mlp.down_proj.linear(dtype),
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, cached: LayerWeights | None = None) -> Tensor:
+        """[M, D] from x [M, D] and the positions' cos and sin [M, 1, d]; `cached` is what `weights` gave before."""
+        c, M, eps, dtype, w = self.config, x.shape[0], self.config.rms_eps, self.dtype, cached or self.weights()
+        h = numerics.rms_norm(x, w.attention_norm, eps).to(dtype)
+        q, k = w.q(h).float().view(M, c.num_heads, c.head_dim), w.k(h).float().view(M, c.num_kv_heads, c.head_dim)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = numerics.rms_norm(q, w.q_norm, eps), numerics.rms_norm(k, w.k_norm, eps)
+        k = numerics.rotate(k, cos, sin).to(dtype).float()
+        x = x + w.o(attend(self.index, numerics.rotate(q, cos, sin), k, w.v(h).float()).to(dtype))
+        h = numerics.rms_norm(x, w.mlp_norm, eps).to(dtype)
+        return x + w.down(numerics.gate(w.gate(h), w.up(h)))
+
 
 class _Model(nn.Module):
-    def __init__(self, c: DecoderConfig) -> None:
+    def __init__(self, c: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.embed_tokens = _Projection(c.hidden_size, c.vocab_size, False)
-        self.layers = nn.ModuleList(_Layer(c) for _ in range(c.num_layers))
+        self.layers = nn.ModuleList(_Layer(c, index, dtype) for index in range(c.num_layers))
         self.norm = _Norm(c.hidden_size)
-
-
-# ---------------------------------------------------------------------------------- what a forward computes with
-
-
-class Linear(NamedTuple):
-    """A projection in the compute dtype."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return numerics.linear(x, self.weight, self.bias)
-
-
-class LayerWeights(NamedTuple):
-    """One layer: projections in the compute dtype, norms in float32."""
-
-    attention_norm: Tensor
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    mlp_norm: Tensor
-    gate: Linear
-    up: Linear
-    down: Linear
 
 
 class KVCache:
@@ -169,9 +211,6 @@ class KVCache:
 
 # ------------------------------------------------------------------------------------------------------ the model
 
-# (layer, queries [M, H, d], keys [M, K, d], values [M, K * d]) -> [M, H * d]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
 
 class Decoder(nn.Module):
     """See the module's docstring. config: the shape; dtype: the compute dtype (parameters stay float32)."""
@@ -182,7 +221,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.model = _Model(config)
+        self.model = _Model(config, dtype)
         self.lm_head = None if config.tie_embeddings else _Projection(config.hidden_size, config.vocab_size, False)
         exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         angles = (torch.arange(max(config.max_positions, QUERIES)).float()[:, None] * (1.0 / config.rope_theta**exponents)).double()
@@ -255,46 +294,15 @@ class Decoder(nn.Module):
 
     def _forward(self, tokens: Tensor, positions: Tensor, cache: KVCache | None, attend: Attend) -> Tensor:
         """All layers and the final norm, [M, D], for tokens and positions int64 [M]."""
-        c, M, eps, dtype = self.config, tokens.shape[0], self.config.rms_eps, self.dtype
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         x = F.embedding(tokens, self.model.embed_tokens.weight)
-        for index, w in enumerate(self._layers(cache)):
-            h = numerics.rms_norm(x, w.attention_norm, eps).to(dtype)
-            q, k = w.q(h).float().view(M, c.num_heads, c.head_dim), w.k(h).float().view(M, c.num_kv_heads, c.head_dim)
-            if w.q_norm is not None and w.k_norm is not None:
-                q, k = numerics.rms_norm(q, w.q_norm, eps), numerics.rms_norm(k, w.k_norm, eps)
-            k = numerics.rotate(k, cos, sin).to(dtype).float()
-            x = x + w.o(attend(index, numerics.rotate(q, cos, sin), k, w.v(h).float()).to(dtype))
-            h = numerics.rms_norm(x, w.mlp_norm, eps).to(dtype)
-            x = x + w.down(numerics.gate(w.gate(h), w.up(h)))
-        return numerics.rms_norm(x, self.model.norm.weight, eps).to(dtype)
-
-    def _layers(self, cache: KVCache | None) -> list[LayerWeights]:
-        if cache is None:
-            return [self._layer_weights(layer) for layer in self.model.layers]
-        if cache.layers is None:
-            cache.layers = self._layers(None)
-        return cache.layers
-
-    def _layer_weights(self, layer: nn.Module) -> LayerWeights:
-        def linear(projection: _Projection) -> Linear:
-            return Linear(projection.weight.to(self.dtype), None if projection.bias is None else projection.bias.to(self.dtype))
-
-        assert isinstance(layer, _Layer)
-        attention, mlp = layer.self_attn, layer.mlp
-        return LayerWeights(
-            attention_norm=layer.input_layernorm.weight,
-            q=linear(attention.q_proj),
-            k=linear(attention.k_proj),
-            v=linear(attention.v_proj),
-            o=linear(attention.o_proj),
-            q_norm=None if attention.q_norm is None else attention.q_norm.weight,
-            k_norm=None if attention.k_norm is None else attention.k_norm.weight,
-            mlp_norm=layer.post_attention_layernorm.weight,
-            gate=linear(mlp.gate_proj),
-            up=linear(mlp.up_proj),
-            down=linear(mlp.down_proj),
-        )
+        layers = cast("list[_Layer]", list(self.model.layers))
+        weights: Sequence[LayerWeights | None] = [None] * len(layers)
+        if cache is not None:
+            weights = cache.layers = cache.layers or [layer.weights() for layer in layers]
+        for layer, cached in zip(layers, weights, strict=True):
+            x = layer(x, cos, sin, attend, cached)
+        return numerics.rms_norm(x, self.model.norm.weight, self.config.rms_eps).to(self.dtype)
 
     def _check(self, rows: int, length: int, cache: KVCache | None) -> None:
         if length > self.config.max_positions:
