@@ -5,6 +5,7 @@
       metrics.jsonl    a line a step              samples.jsonl   every episode that was trained on
       snapshots/       to resume from             journal.jsonl   judgements that depended on a clock
       tensorboard/     curve.png  summary.json    final/          a Hugging Face directory
+      initial/         the policy as the main phase begins, where another role is a copy of it
       warmup/          metrics, snapshots and TensorBoard of the warm-up, if there is one
 
 Both phases are the same: restore the last good snapshot if there is one, run the loop, and leave a snapshot behind.
@@ -29,6 +30,7 @@ from rich.console import Console
 from tandem import device
 from tandem.assemble.model import Model, build_model
 from tandem.assemble.phases import Phase, main_phase, supervised, warmup_phase
+from tandem.assemble.roles import begin, copies
 from tandem.assemble.rollout import Rollout, open_rollout
 from tandem.assemble.tasks import build_dataset
 from tandem.assemble.trackers import build_trackers
@@ -77,7 +79,7 @@ def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
 # -------------------------------------------------------------------------------------------------- the directory
 
 
-_CONTINUES = ("seed", "model.", "data.", "warmup.", "agent.", "algorithm.name", "rollout.group")
+_CONTINUES = ("seed", "model.", "data.", "warmup.", "agent.", "algorithm.name", "rollout.group", "reference.", "teacher.")
 """Values that a resumed run must share with what it goes on with."""
 
 
@@ -162,6 +164,10 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
         if recipe.warmup is not None and first is not None and main.store.latest() is None:
             warmup = _PhaseRun(recipe, first, directory / "warmup", console, None, None, recipe.warmup.snapshot_every)
             await warmup.run(began_s)
+        if copies(phase.roles):
+            if main.store.latest() is None:
+                _save_whole(model, directory / "initial")
+            begin(phase.roles, directory / "initial")
         await main.run(began_s)
         _finish(recipe, model, main, directory, console)
 
@@ -322,16 +328,16 @@ def _finish(recipe: Recipe, model: Model, main: _PhaseRun, directory: Path, cons
     final_report(console, summary, curve, samples, {**places, "curve": directory / "curve.png"}, next_command)
 
 
-def _save_whole(model: Model, final: Path) -> None:
+def _save_whole(model: Model, directory: Path) -> None:
     """The directory is whole or as it was."""
-    partial = final.with_name("final.partial")
-    with attempt(f"write {final}", final.parent):
+    partial = directory.with_name(f"{directory.name}.partial")
+    with attempt(f"write {directory}", directory.parent):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         model.save(partial)
-        crash_point("final.before_rename")
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        crash_point(f"{directory.name}.before_rename")
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
 
 
 async def _measure(recipe: Recipe, console: Console) -> None:

@@ -398,7 +398,7 @@ class WorkerGroup(Protocol):
     def size(self) -> int: ...
 
     async def call(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        """`await group.call(PolicyWorker.update, ref)`: dispatched and collected as the method is registered."""
+        """`await group.call(TrainWorker.update, ref)`: dispatched and collected as the method is registered."""
         ...
 
     async def call_each(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -410,7 +410,7 @@ class WorkerGroup(Protocol):
 
 
 class Learner(Protocol):
-    """The policy's WorkerGroup behind one call."""
+    """The WorkerGroups of the roles that are trained behind one call."""
 
     async def update(self, batch: BatchRef) -> Metrics: ...
 

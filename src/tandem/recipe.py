@@ -143,6 +143,20 @@ class AlgorithmSection:
 
 
 @dataclass(frozen=True)
+class ReferenceSection:
+    """The model that a KL penalty is measured to. path: a Hugging Face directory; without it, the policy as it began."""
+
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class TeacherSection:
+    """The model that is distilled. path: a Hugging Face directory with the vocabulary of the policy."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
 class TrainerSection:
     """steps: updates of the policy's version. eval_every, snapshot_every: in steps; 0 is only at the end."""
 
@@ -183,6 +197,8 @@ class Recipe:
     seed: int = 0
     run: RunSection = field(default_factory=RunSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    reference: ReferenceSection | None = None
+    teacher: TeacherSection | None = None
     agent: AgentSection = field(default_factory=AgentSection)
     reward: RewardConfig | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -27,9 +27,10 @@ from tandem.rollout.session import Session
 from tandem.runtime.inline import InlineGroup
 from tandem.text.fake import FakeRenderer
 from tandem.trainer.dataset import DatasetSource, DatasetSourceConfig
-from tandem.trainer.learner import LearnerConfig, PolicyLearner, PolicyWorker
+from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.rows import StopPolicy
 from tandem.trainer.source import RolloutConfig
+from tandem.trainer.workers import TrainWorker
 from tandem.types import (
     BatchRef,
     Episode,
@@ -82,7 +83,7 @@ async def _update(data: DataProto, config: LearnerConfig) -> Metrics:
     for key in data.keys:
         await queue.reserve(key.group, 1)
     await queue.put(data)
-    learner = PolicyLearner(InlineGroup([PolicyWorker(TableEngine(), queue, configure("sft"))]), config, seed=0)
+    learner = MinibatchLearner([Trained(InlineGroup([TrainWorker(TableEngine(), queue, configure("sft"))]))], config, seed=0)
     return await learner.update(data.ref())
 
 
@@ -253,9 +254,9 @@ def test_a_mean_is_divided_once() -> None:
 
 
 @register(Dispatch.RANK_ZERO, Collect.FIRST)
-async def _weighs_nothing_as_zero(self: PolicyWorker, batch: BatchRef) -> Metrics:
+async def _weighs_nothing_as_zero(self: TrainWorker, batch: BatchRef) -> Metrics:
     rows = await self._queue.get(batch.keys, frozenset({"mask"}))
-    await self._queue.write(rows.only([]).with_columns(token={"loss_weights": torch.zeros(rows.num_tokens)}))
+    await self._queue.write(rows.only([]).with_columns(token={"policy_loss_weights": torch.zeros(rows.num_tokens)}))
     return Metrics()
 
 
@@ -277,14 +278,14 @@ BREAKERS = [
     Breaker(
         12,
         "an empty step has weights of zero",
-        "tandem.trainer.learner:PolicyWorker.weigh",
+        "tandem.trainer.workers:TrainWorker.weigh",
         _weighs_nothing_as_zero,
         check_a_step_without_tokens_is_an_error_or_a_counted_skip,
     ),
     Breaker(
         12,
         "masked steps pass",
-        "tandem.trainer.learner:PolicyWorker.weigh",
+        "tandem.trainer.workers:TrainWorker.weigh",
         _weighs_nothing_as_zero,
         check_masking_does_not_empty_a_batch_unseen,
     ),

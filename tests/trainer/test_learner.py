@@ -13,7 +13,8 @@ from tandem.data_proto import DataProto
 from tandem.errors import EmptyBatchError
 from tandem.queue.fake import FakeQueue
 from tandem.runtime.inline import InlineGroup
-from tandem.trainer.learner import LearnerConfig, PolicyLearner, PolicyWorker
+from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
+from tandem.trainer.workers import TrainWorker
 from tandem.types import Algorithm, BatchRef, GroupKey, Key, Metrics
 from tests.trainer.world import TableEngine
 
@@ -41,7 +42,7 @@ def update(
             await queue.reserve(GroupKey(*group), sum(key.group == group for key in data.keys))
         await queue.put(data)
         engine = TableEngine()
-        learner = PolicyLearner(InlineGroup([PolicyWorker(engine, queue, algorithm)] * ranks), config, seed=seed)
+        learner = MinibatchLearner([Trained(InlineGroup([TrainWorker(engine, queue, algorithm)] * ranks))], config, seed=seed)
         return await learner.update(data.ref()), engine
 
     return asyncio.run(scenario())
@@ -116,8 +117,8 @@ def test_the_handle_says_what_stays_together(unit: Any) -> None:
         for ordinal in range(2):
             await queue.reserve(GroupKey("train", ordinal), 2)
         await queue.put(data)
-        group = Recording([PolicyWorker(TableEngine(), queue, SFT)])
-        await PolicyLearner(group, LearnerConfig(minibatches=2), seed=0, unit=unit).update(data.ref())
+        group = Recording([TrainWorker(TableEngine(), queue, SFT)])
+        await MinibatchLearner([Trained(group, unit)], LearnerConfig(minibatches=2), seed=0).update(data.ref())
         return group.units
 
     assert asyncio.run(scenario()) == [unit] * 4

@@ -20,9 +20,10 @@ from tandem.runtime.inline import InlineGroup
 from tandem.track.fake import ListTracker
 from tandem.trainer.dataset import DatasetSource, DatasetSourceConfig
 from tandem.trainer.fake import FakeLearner, FakeSource
-from tandem.trainer.learner import LearnerConfig, PolicyLearner, PolicyWorker
+from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.loop import measured, train
 from tandem.trainer.plan import Plan, plan
+from tandem.trainer.workers import TrainWorker
 from tandem.types import Message, Metric, Metrics, PolicyRef, Task
 from tests.trainer.world import LETTERS, TableEngine, TableRollout, World, world
 
@@ -112,7 +113,7 @@ def test_sft_is_the_same_loop() -> None:
         seed=0,
         policy=PolicyRef(),
     )
-    learner = PolicyLearner(InlineGroup([PolicyWorker(engine, queue, sft)]), LearnerConfig(), seed=0)
+    learner = MinibatchLearner([Trained(InlineGroup([TrainWorker(engine, queue, sft)]))], LearnerConfig(), seed=0)
     made_plan = plan(sft.needs, DatasetSource.columns, [])
     assert str(made_plan) == "nothing"
     hooks = asyncio.run(run(source, made_plan, learner, engine, rollout, 10))

@@ -11,8 +11,8 @@ from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.queue.fake import FakeQueue
 from tandem.runtime.fake import FakeGroup
-from tandem.trainer.learner import PolicyWorker, mismatch
-from tandem.trainer.stages import advantages, episode_advantages, old_logprobs
+from tandem.trainer.stages import advantages, episode_advantages, model_outputs
+from tandem.trainer.workers import TrainWorker, mismatch
 from tandem.types import GroupKey, Key
 from tests.trainer.world import TableEngine
 
@@ -61,9 +61,12 @@ def test_stages_write_their_column_to_the_queue_and_name_it_in_the_handle() -> N
             row={"temperature": torch.ones(6)},
         )
         await queue.put(full)
-        group = FakeGroup(PolicyWorker(TableEngine(), queue, GRPO))
+        group = FakeGroup(TrainWorker(TableEngine(), queue, GRPO))
         batch = full.ref()
-        for stage in (old_logprobs(group), advantages(GRPO, queue)):
+        for stage in (
+            model_outputs("old_logprobs", group, {"old_logprobs": "logprobs"}, "current", against="rollout_logprobs"),
+            advantages(GRPO, queue),
+        ):
             batch, metrics = await stage.run(batch)
             assert stage.gives <= batch.columns
             assert metrics

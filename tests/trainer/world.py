@@ -22,11 +22,12 @@ from tandem.data_proto import DataProto
 from tandem.ports import AgentLoop, Dataset, Place, Reply, WeightLayout, WeightShard, WeightSource, WeightSpec
 from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
 from tandem.runtime.inline import InlineGroup
-from tandem.trainer.learner import LearnerConfig, PolicyLearner, PolicyWorker
+from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.plan import Plan, plan
 from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutConfig, RolloutSource
-from tandem.trainer.stages import advantages, derived, old_logprobs
+from tandem.trainer.stages import advantages, derived, model_outputs
+from tandem.trainer.workers import TrainWorker
 from tandem.types import (
     Algorithm,
     Chunk,
@@ -197,7 +198,7 @@ class World:
     algorithm: Algorithm
     source: RolloutSource
     plan: Plan
-    learner: PolicyLearner
+    learner: MinibatchLearner
 
 
 def world(
@@ -220,8 +221,12 @@ def world(
     queue = MemoryQueue(MemoryQueueConfig(stall_limit_s=stall_limit_s))
     engine, rollout, rewarded = TableEngine(), TableRollout(), FunctionReward(reward)
     chosen = configure(algorithm, params)
-    group = InlineGroup([PolicyWorker(engine, queue, chosen) for _ in range(ranks)])
-    stages = [advantages(chosen, queue), old_logprobs(group), *derived(chosen, queue, seed=seed)]
+    group = InlineGroup([TrainWorker(engine, queue, chosen) for _ in range(ranks)])
+    stages = [
+        advantages(chosen, queue),
+        model_outputs("old_logprobs", group, {"old_logprobs": "logprobs"}, "current", against="rollout_logprobs"),
+        *derived(chosen, queue, seed=seed),
+    ]
     planned = plan(chosen.needs, RolloutSource.columns, stages)
     source = RolloutSource(
         dataset=FakeDataset() if dataset is None else dataset,
@@ -247,5 +252,5 @@ def world(
         chosen,
         source,
         planned,
-        PolicyLearner(group, learner or LearnerConfig(), seed=seed),
+        MinibatchLearner([Trained(group)], learner or LearnerConfig(), seed=seed),
     )

@@ -108,6 +108,12 @@ def derive(algorithm: Algorithm, column: str, rows: Mapping[str, Tensor]) -> tup
     return function(*bound(function, rows), **arguments(function, algorithm.params)), Metrics()
 
 
+def reads(algorithm: Algorithm) -> frozenset[str]:
+    """Every column that its update reads, or that its advantages or a derived column are made from."""
+    credit = credit_needs(algorithm) if algorithm.advantage is not None else frozenset[str]()
+    return algorithm.needs.union(credit, *derived_columns(algorithm).values())
+
+
 def step_needs(algorithm: Algorithm) -> frozenset[str]:
     """The columns that `step_columns` reads."""
     kept = algorithm.params.get("denominator") == "kept"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tandem.algos.columns import unit_of
 from tandem.algos.table import configure
 from tandem.assemble.model import Model
+from tandem.assemble.roles import Role, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import build_dataset
 from tandem.checkpoint.in_place import InPlace
@@ -19,25 +20,27 @@ from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.trainer import stages
 from tandem.trainer.dataset import DatasetSource, DatasetSourceConfig
-from tandem.trainer.learner import LearnerConfig, PolicyLearner, PolicyWorker
+from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.plan import Plan, plan
 from tandem.trainer.sampler import seed_of
 from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutSource
+from tandem.trainer.workers import TrainWorker
 from tandem.types import Algorithm, PolicyRef
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One run of the loop with what it works on. The policy's versions count its steps."""
+    """One run of the loop with what it works on. The policy's versions count its steps. roles: the models beside it."""
 
     name: str
     steps: int
     algorithm: Algorithm
     source: RolloutSource | DatasetSource
     plan: Plan
-    learner: PolicyLearner
+    learner: MinibatchLearner
     train: TorchEngine
+    roles: tuple[Role, ...]
     queue: MemoryQueue
     checkpoint: InPlace
     engines: tuple[NativeEngine, ...]
@@ -67,6 +70,7 @@ def warmup_phase(recipe: Recipe, model: Model) -> Phase:
 def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
     """rollout: None for a supervised one. Raises ConfigError for a batch that could never be trained on."""
     _check_batch(recipe, algorithm(recipe))
+    check_roles(recipe, algorithm(recipe))
     if rollout is None:
         return _supervised_phase(
             recipe,
@@ -81,9 +85,14 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
         )
     queue, chosen = MemoryQueue(recipe.queue), algorithm(recipe)
     engine = TorchEngine(model.decoder, recipe.train.over(_updates(recipe.trainer.steps, recipe.learner)))
-    workers = InlineGroup((PolicyWorker(engine, queue, chosen),))
-    old_logprobs = stages.bypass(queue) if chosen.params.get("bypass") else stages.old_logprobs(workers)
-    known = (stages.advantages(chosen, queue), old_logprobs, *stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived")))
+    workers, roles = InlineGroup((TrainWorker(engine, queue, chosen),)), build_roles(recipe, model, chosen, queue)
+    if chosen.params.get("bypass"):
+        old_logprobs = stages.bypass(queue)
+    else:
+        outputs = {"old_logprobs": "logprobs"}
+        old_logprobs = stages.model_outputs("old_logprobs", workers, outputs, "current", against="rollout_logprobs")
+    derived = stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived"))
+    known = (stages.advantages(chosen, queue), old_logprobs, *derived, *(role.stage for role in roles))
     try:
         planned = plan(chosen.needs, RolloutSource.columns, known)
     except PlanError as problem:
@@ -110,8 +119,9 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
         algorithm=chosen,
         source=source,
         plan=planned,
-        learner=PolicyLearner(workers, recipe.learner, seed=recipe.seed, unit=unit_of(chosen)),
+        learner=MinibatchLearner((Trained(workers, unit_of(chosen)),), recipe.learner, seed=recipe.seed),
         train=engine,
+        roles=roles,
         queue=queue,
         checkpoint=InPlace(),
         engines=(rollout.engine,),
@@ -178,15 +188,16 @@ def _supervised_phase(
         seed=recipe.seed,
         policy=PolicyRef(),
     )
-    workers = InlineGroup((PolicyWorker(engine, queue, chosen),))
+    workers, roles = InlineGroup((TrainWorker(engine, queue, chosen),)), build_roles(recipe, model, chosen, queue)
     return Phase(
         name=name,
         steps=steps,
         algorithm=chosen,
         source=source,
-        plan=plan(chosen.needs, source.columns, ()),
-        learner=PolicyLearner(workers, learner, seed=recipe.seed, unit=unit_of(chosen)),
+        plan=plan(chosen.needs, source.columns, [role.stage for role in roles]),
+        learner=MinibatchLearner((Trained(workers, unit_of(chosen)),), learner, seed=recipe.seed),
         train=engine,
+        roles=roles,
         queue=queue,
         checkpoint=InPlace(),
         engines=(),

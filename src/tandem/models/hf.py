@@ -54,6 +54,12 @@ def load_decoder(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     and, in one message, for all tensors that are missing, extra or of the wrong shape.
     """
     decoder = Decoder(_read_config(path), dtype)
+    load_weights(decoder, path)
+    return decoder
+
+
+def load_weights(decoder: Decoder, path: Path) -> None:
+    """The tensors of the directory `path` into the parameters of `decoder`. Raises ModelError as `load_decoder` does."""
     parameters = dict(decoder.named_parameters())
     places = _weight_files(path)
     problems = [f"missing {name} {list(parameters[name].shape)}" for name in parameters.keys() - places.keys()]
@@ -68,7 +74,6 @@ def load_decoder(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
                     problems.append(f"extra lm_head.weight: it differs from the embedding that {CONFIG} ties it to")
     if problems:
         raise ModelError(f"{path} does not hold the tensors that its {CONFIG} describes:\n  " + "\n  ".join(sorted(problems)))
-    return decoder
 
 
 def save_decoder(decoder: Decoder, path: Path, eos_id: int | None = None) -> None:

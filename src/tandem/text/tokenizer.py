@@ -51,6 +51,11 @@ class Tokenizer:
         self._marks_beginning = splitter is not None and b'"prepend_scheme":"first"' in splitter.__getstate__()
 
     @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """The id of each token."""
+        return self._vocab
+
+    @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return max(self._vocab.values()) + 1

@@ -5,7 +5,7 @@ Legend: B rows, N packed tokens, E episodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -16,9 +16,9 @@ from tandem.algos import columns
 from tandem.algos.segments import row_counts, row_max
 from tandem.data_proto import DataProto
 from tandem.ports import TransferQueue, WorkerGroup
-from tandem.trainer.learner import PolicyWorker
 from tandem.trainer.plan import BatchStage
-from tandem.types import Algorithm, BatchRef, Key, Metrics, Scope, Stage
+from tandem.trainer.workers import ModelWorker
+from tandem.types import Algorithm, BatchRef, Key, Metrics, Scope, Stage, WeightUse
 
 
 def on_rows(
@@ -118,13 +118,18 @@ def bypass(queue: TransferQueue) -> BatchStage:
     )
 
 
-def old_logprobs(policy: WorkerGroup) -> BatchStage:
-    """Column `old_logprobs`: the trainer's logprobs before the update, and how far the sampler's are from them."""
-    gives = frozenset({"old_logprobs"})
+def model_outputs(
+    name: str, workers: WorkerGroup, outputs: Mapping[str, str], weights: WeightUse, *, against: str | None = None
+) -> BatchStage:
+    """Columns that a model gives before the update, in one pass: see `ModelWorker.forward`.
+
+    against: for the policy's logprobs, the sampler's, to measure how far they are apart.
+    """
+    gives = frozenset(outputs)
 
     async def run(batch: BatchRef) -> tuple[BatchRef, Metrics]:
-        metrics = await policy.call(PolicyWorker.forward, batch, "old_logprobs", against="rollout_logprobs")
+        metrics = await workers.call(ModelWorker.forward, batch, dict(outputs), against=against)
         return replace(batch, columns=batch.columns | gives), metrics
 
-    needs = frozenset({"tokens", "mask", "temperature", "rollout_logprobs"})
-    return Stage("old_logprobs", needs, gives, run, scope="row", weights="current")
+    needs = frozenset({"tokens", "mask", "temperature"} | ({against} if against else set[str]()))
+    return Stage(name, needs, gives, run, scope="row", weights=weights)

@@ -1,0 +1,100 @@
+"""The workers behind each role's group: one rank of a model, fetching its rows by handle and running its engine on them.
+
+A `ModelWorker` only reads its model: a reference, a teacher. A `TrainWorker` also trains it, for one objective, which is a
+row of the algorithm table: the policy, a critic. Methods are called through a WorkerGroup; columns go through the queue.
+
+Legend: N packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from tandem.algos import columns
+from tandem.data_proto import DataProto
+from tandem.errors import EmptyBatchError
+from tandem.faults import crash_point
+from tandem.ports import Collect, Dispatch, TrainEngine, TransferQueue, register
+from tandem.types import Algorithm, BatchRef, Metric, Metrics
+
+_PASS = frozenset({"tokens", "mask", "temperature"})
+
+
+class ModelWorker:
+    """One rank of a role that gives columns."""
+
+    def __init__(self, engine: TrainEngine, queue: TransferQueue) -> None:
+        self.engine = engine
+        self._queue = queue
+
+    @register(Dispatch.SPLIT, Collect.SUM)
+    async def forward(self, batch: BatchRef, outputs: Mapping[str, str], against: str | None = None) -> Metrics:
+        """Writes what the engine gives in one pass, outputs[column] as `column`.
+
+        against: a column of logprobs to measure the mismatch of this model's to.
+        """
+        rows = await self._queue.get(batch.keys, _PASS | ({against} if against else frozenset[str]()))
+        found = self.engine.forward(rows, frozenset(outputs.values()))
+        token = {column: found[output] for column, output in outputs.items()}
+        await self._queue.write(DataProto.make(rows.keys, rows.lengths, token=token))
+        return mismatch(rows[against], found["logprobs"], rows["mask"]) if against else Metrics()
+
+
+class TrainWorker(ModelWorker):
+    """One rank of a role that is trained.
+
+    objective: a configured row. role: columns of its optimiser steps are role_loss_weights, ... in the queue; its metrics
+    are role/loss, ..., and train/loss, ... where it is the policy.
+    """
+
+    def __init__(self, engine: TrainEngine, queue: TransferQueue, objective: Algorithm, role: str = "policy") -> None:
+        super().__init__(engine, queue)
+        self._objective = objective
+        self._loss = columns.loss_ref(objective)
+        self._own = {f"{role}_{column}": column for column in columns.step_gives(objective)}
+        self._prefix = "train" if role == "policy" else role
+
+    @register(Dispatch.RANK_ZERO, Collect.FIRST)
+    async def weigh(self, batch: BatchRef) -> Metrics:
+        """Writes the loss weights of these rows, which are one optimiser step. Raises EmptyBatchError where none counts."""
+        rows = await self._queue.get(batch.keys, columns.step_needs(self._objective))
+        found = columns.step_columns(self._objective, {**rows.batch, "lengths": rows.lengths})
+        if not bool((found["loss_weights"] != 0).any()):
+            raise EmptyBatchError(f"every loss weight of the {len(rows)} rows is zero: there is nothing to train on")
+        token = {own: found[column] for own, column in self._own.items()}
+        await self._queue.write(DataProto.make(rows.keys, rows.lengths, token=token))
+        return self._named(Metrics.sum({"train/tokens": int(rows["mask"].sum()), "train/optimizer_steps": 1}))
+
+    @register(Dispatch.SPLIT, Collect.SUM)
+    async def update(self, batch: BatchRef) -> Metrics:
+        """One optimiser step on these rows, which have been weighed."""
+        rows = await self._queue.get(batch.keys, self._objective.needs | _PASS | self._own.keys())
+        rows = rows.with_columns(token={column: rows[own] for own, column in self._own.items()})
+        metrics, _ = self.engine.forward_backward(rows, self._loss)
+        crash_point("update.before_step")
+        metrics += self.engine.step()
+        crash_point("update.after_step")
+        return self._named(metrics)
+
+    def _named(self, metrics: Metrics) -> Metrics:
+        """An engine calls what it measures train/...; here it gets the name of the role."""
+        return Metrics({name.removeprefix("train/"): metric for name, metric in metrics.items()}).prefixed(self._prefix)
+
+
+def mismatch(sampled_N: Tensor, trained_N: Tensor, mask_N: Tensor) -> Metrics:
+    """How the sampler's logprobs differ from the trainer's on masked tokens: 0, 0, 0, 0 and 1 where they agree.
+
+    With w = exp(trained - sampled): k1 = -log w and k3 = w - 1 - log w estimate KL(sampler | trainer); the effective
+    sample size is (sum w)^2 / (n sum w^2).
+    """
+    gap = (sampled_N - trained_N)[mask_N].double()  # -log w
+    if not len(gap):
+        return Metrics()
+    w, n = (-gap).exp(), float(len(gap))
+    means = {"k1": gap.mean(), "k3": (w - 1 + gap).mean(), "ess": w.sum() ** 2 / (n * (w**2).sum())}
+    return (
+        Metrics.mean({name: value.item() for name, value in means.items()}, n)
+        + Metrics({"max": Metric(gap.abs().max().item(), n, "max"), "tokens": Metric(float((gap != 0).sum()), n, "sum")})
+    ).prefixed("mismatch")
