@@ -73,7 +73,7 @@ def test_order_of_a_step() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_grpo_learns_to_say_a(ranks: int) -> None:
     made = world(ranks=ranks)
-    hooks = run_world(made, 12)
+    hooks = run_world(made, 16)
     assert made.engine.table.softmax(-1)[LETTERS.index("a")] > 0.9
     rewards = [metrics["reward/mean"].value for _, metrics in hooks.steps]
     assert rewards[0] < 0.5 < 0.9 < rewards[-1]

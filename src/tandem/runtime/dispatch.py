@@ -1,13 +1,20 @@
 """How a call on a group becomes one call a rank, and the ranks' results one result. Pure; shared by every runtime.
 
 A batch (DataProto or BatchRef) is cut into whole rows with their keys, or into whole groups where its handle says so,
-balanced by tokens; anything else goes to every rank as it is. What comes back is joined by key, so that a caller cannot
-see how its batch was cut.
+balanced by tokens; anything else goes to every rank as it is. Rows are never copied to make a batch even: a part may be
+empty, and its rank takes part without rows. What comes back is joined by key, so that a caller cannot see how its batch was
+cut.
+
+Ranks that share their rows (tensor or sequence parallel) are neighbours: of `size` ranks, each run of `replicas` gets the
+same part, and the first of each run answers for all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import heapq
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast
 
 from tandem.data_proto import DataProto
@@ -17,6 +24,8 @@ from tandem.types import BatchRef, Key, Metrics
 
 T = TypeVar("T")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+_CONSECUTIVE_SLACK = 1.01  # consecutive rows are views of their columns, scattered ones are copies: worth 1% of imbalance
 
 
 def registered(method: Callable[..., Any]) -> tuple[str, Dispatch, Collect]:
@@ -29,40 +38,78 @@ def registered(method: Callable[..., Any]) -> tuple[str, Dispatch, Collect]:
     return method.__name__, dispatch, collect
 
 
-def balanced(lengths: Sequence[int], parts: int, owners: Sequence[Hashable] | None = None) -> list[list[int]]:
-    """Row positions of each part, in row order: the longest row first, always to the lightest part.
+def checked(size: int, replicas: int) -> int:
+    """`replicas`, where `size` ranks are made of whole runs of it. Raises RunError otherwise."""
+    if size < 1:
+        raise RunError("a group has at least one worker")
+    if replicas < 1 or size % replicas:
+        raise RunError(f"{size} ranks are not whole runs of {replicas} that share their rows; use a divisor of {size}")
+    return replicas
 
-    owners: whose each row is, where rows of one owner stay together and are dealt as one. Raises ColumnError where there
-    are fewer rows, or owners, than parts: a rank without rows would not take part in the step.
+
+def balanced(lengths: Sequence[int], parts: int, owners: Sequence[Hashable] | None = None) -> list[list[int]]:
+    """Row positions of each part, in row order, with about the same number of tokens; a part may be empty.
+
+    owners: whose each row is, where rows of one owner stay together and are dealt as one. Neighbours stay together where
+    their heaviest part is within 1% of the mean. Otherwise the longest goes first, always to the lightest part (LPT: Graham
+    1969), and parts differ by no more than the longest.
     """
     together: dict[Hashable, list[int]] = {}
     for i in range(len(lengths)):
         together.setdefault(i if owners is None else owners[i], []).append(i)
     units = list(together.values())
-    if len(units) < parts:
-        what = "rows" if owners is None else "groups"
-        raise ColumnError(f"{len(units)} {what} cannot be split over {parts} ranks; use a larger batch or fewer ranks")
-    sizes = [sum(lengths[i] for i in unit) for unit in units]
-    rows: list[list[int]] = [[] for _ in range(parts)]
-    load = [0] * parts
-    for i in sorted(range(len(units)), key=lambda i: (-sizes[i], i)):
-        lightest = min(range(parts), key=lambda part: (load[part], len(rows[part]), part))
-        rows[lightest] += units[i]
-        load[lightest] += sizes[i]
-    return [sorted(part) for part in rows]
+    sizes = lengths if owners is None else [sum(lengths[i] for i in unit) for unit in units]
+    dealt = _neighbours(sizes, parts) or _longest_first(sizes, parts)
+    return [sorted(i for unit in part for i in units[unit]) for part in dealt]
 
 
-def scatter(args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> list[Call]:
-    """The arguments of each rank, every batch among them cut in the same way."""
+def _neighbours(sizes: Sequence[int], parts: int) -> list[range] | None:
+    """Consecutive parts, cut where the ideal ends are nearest; None where one is too heavy."""
+    ends = [0, *accumulate(sizes)]
+
+    def nearest(value: float) -> int:
+        after = bisect_left(ends, value)
+        return after if after == 0 or ends[after] - value <= value - ends[after - 1] else after - 1
+
+    cuts = [*(nearest(ends[-1] * part / parts) for part in range(parts)), len(sizes)]
+    heaviest = max(ends[b] - ends[a] for a, b in pairwise(cuts))
+    return [range(a, b) for a, b in pairwise(cuts)] if heaviest * parts <= ends[-1] * _CONSECUTIVE_SLACK else None
+
+
+def _longest_first(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    loads = [(0, 0, part) for part in range(parts)]  # tokens, number, part
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        tokens, number, part = loads[0]
+        dealt[part].append(i)
+        heapq.heapreplace(loads, (tokens + sizes[i], number + 1, part))
+    return dealt
+
+
+def scatter(dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, replicas: int) -> list[Call]:
+    """The call of each rank that is called. What ranks share is one object, so that a runtime can send it once."""
+    match dispatch:
+        case Dispatch.RANK_ZERO:
+            return [(args, kwargs)]
+        case Dispatch.BROADCAST:
+            return [(args, kwargs)] * size
+        case Dispatch.SPLIT:
+            return [call for call in _split(args, kwargs, size // replicas) for _ in range(replicas)]
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> list[Call]:
+    """The arguments of each part, every batch among them cut in the same way."""
     batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto | BatchRef)]
     if not batches:
         raise ColumnError("a call that splits its batch was given no DataProto and no BatchRef")
     if any(batch.keys != batches[0].keys for batch in batches):
         raise ColumnError("a call that splits its batches was given batches with different keys")
+    if parts == 1:
+        return [(args, kwargs)]
     lengths = batches[0].lengths
     whole = any(isinstance(batch, BatchRef) and batch.unit == "group" for batch in batches)
     groups = [key.group for key in batches[0].keys] if whole else None
-    positions = balanced(lengths if isinstance(lengths, tuple) else cast("list[int]", lengths.tolist()), size, groups)
+    positions = balanced(lengths if isinstance(lengths, tuple) else cast("list[int]", lengths.tolist()), parts, groups)
 
     def part(value: Any, rows: list[int]) -> Any:
         return value.select(rows) if isinstance(value, DataProto | BatchRef) else value
@@ -73,16 +120,12 @@ def scatter(args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> list[C
     ]
 
 
-def keys_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Key, ...] | None:
-    """The keys of the first batch among the arguments: the order in which joined rows come back."""
-    return next((value.keys for value in (*args, *kwargs.values()) if isinstance(value, DataProto | BatchRef)), None)
-
-
-def gather(results: Sequence[T], collect: Collect, order: tuple[Key, ...] | None) -> T:
-    """One result of the ranks': the first, the sum of Metrics, or the rows of all ranks in the order of `order`."""
-    first: Any = results[0]
+def gather(results: Sequence[T], dispatch: Dispatch, collect: Collect, replicas: int, call: Call) -> T:
+    """One result of the ranks': the first, the sum of Metrics, or the rows of all ranks in the order of the call's batch."""
+    results = results[::replicas]
     if collect is Collect.FIRST or len(results) == 1 or all(result is None for result in results):
-        return first
+        return results[0]
+    order = _keys_of(call) if dispatch is Dispatch.SPLIT else None
     kinds = {type(result) for result in results}
     if collect is Collect.SUM and kinds == {Metrics}:
         return cast("T", sum(cast("Sequence[Metrics]", results), Metrics()))
@@ -92,6 +135,12 @@ def gather(results: Sequence[T], collect: Collect, order: tuple[Key, ...] | None
     if collect is Collect.CONCAT and kinds == {BatchRef}:
         return cast("T", _joined(cast("Sequence[BatchRef]", results), order))
     raise RunError(f"ranks returned {sorted(kind.__name__ for kind in kinds)}, which collect={collect.value} cannot make one")
+
+
+def _keys_of(call: Call) -> tuple[Key, ...] | None:
+    """The keys of the first batch among the arguments: the order in which joined rows come back."""
+    args, kwargs = call
+    return next((value.keys for value in (*args, *kwargs.values()) if isinstance(value, DataProto | BatchRef)), None)
 
 
 def _joined(refs: Sequence[BatchRef], order: tuple[Key, ...] | None) -> BatchRef:
