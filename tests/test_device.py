@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tandem import device
-from tandem.device import Device, configure_threads, fingerprint, select
-from tandem.errors import DeviceError
+from tandem.device import Device, Hardware, configure_threads, fingerprint, select
+from tandem.errors import DeviceError, StalledError
 
 
 @pytest.fixture
@@ -100,3 +102,19 @@ def test_the_real_machine_is_asked() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "cpu"
     assert "DeviceError: cuda asked for, none found; use device=cpu" in done.stderr
+
+
+def test_hardware_says_what_this_process_may_use(two_gpus: SimpleNamespace) -> None:
+    assert device.hardware() == Hardware(len(os.sched_getaffinity(0)), "cuda", 2)
+    assert device.visible("cuda", (1, 3)) == {"CUDA_VISIBLE_DEVICES": "1,3"}
+    assert device.visible("cuda", ()) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert device.visible("cpu", ()) == {}
+
+
+def test_without_accelerators_there_are_cores(no_accelerator: None) -> None:
+    assert device.hardware() == Hardware(len(os.sched_getaffinity(0)))
+
+
+def test_ranks_that_do_not_all_come_are_an_error_within_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(StalledError, match=r"rank 0 waits for 2 ranks.*did not in 0\.5 s"):
+        device.join(device.select("cpu"), 0, 2, tmp_path / "store", 0.5)

@@ -9,21 +9,26 @@ import importlib
 import importlib.util
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from tandem import __version__
-from tandem.errors import DeviceError
+from tandem.errors import DeviceError, StalledError
 
 Kind = Literal["cpu", "cuda", "npu"]
 
 _MAX_THREADS = 1024  # OpenMP ends the process where it cannot start as many threads as it is told
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COLLECTIVES: dict[Kind, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_VISIBLE: dict[Kind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def _accelerator(kind: Kind) -> ModuleType | None:
@@ -119,6 +124,46 @@ def configure_threads(count: int = 0) -> int:
     if count:
         torch.set_num_threads(count)
     return torch.get_num_threads()
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What this process may use of this machine. `kind` and number of its accelerators, which may be 0 of "cpu"."""
+
+    cores: int
+    kind: Kind = "cpu"
+    devices: int = 0
+
+
+def hardware() -> Hardware:
+    """What is there, the first kind of accelerator that answers."""
+    cores = len(os.sched_getaffinity(0))
+    kinds: tuple[Kind, ...] = ("cuda", "npu")
+    for kind in kinds:
+        if (module := _accelerator(kind)) is not None:
+            return Hardware(cores, kind, int(module.device_count()))
+    return Hardware(cores)
+
+
+def visible(kind: Kind, devices: Sequence[int]) -> dict[str, str]:
+    """The environment in which a process sees these accelerators and no other; it counts them from 0."""
+    return {} if kind == "cpu" else {_VISIBLE[kind]: ",".join(map(str, devices))}
+
+
+def join(device: Device, rank: int, size: int, store: Path, limit_s: float) -> None:
+    """Makes this process `rank` of `size` in the default process group, for collectives on tensors of `device`'s kind.
+
+    The ranks meet at the file `store`, which none of them has used before. Raises StalledError where they are not all there
+    within `limit_s`, which later limits every collective too.
+    """
+    try:
+        dist.init_process_group(
+            device.collectives, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=limit_s)
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise StalledError(
+            f"rank {rank} waits for {size} ranks to meet at {store}, and they did not in {limit_s:g} s: {error}"
+        ) from error
 
 
 def fingerprint() -> dict[str, str]:

@@ -17,6 +17,7 @@
         |-- StalenessError      a sample older than its bound at consumption (also RuntimeError)
         |-- QueueError          a lease, a group or a place of the TransferQueue (also RuntimeError)
         |-- SnapshotError       a snapshot that cannot be written or read (also OSError)
+        |-- WorkerError         a worker process that died, or that cannot be started or reached (also RuntimeError)
         `-- StalledError        a named wait without progress (also TimeoutError)
 
 A message says what happened, with which value, and what to do. `assert` marks a bug of Tandem's own and nothing else.
@@ -95,6 +96,10 @@ class QueueError(RunError, RuntimeError):
 
 class SnapshotError(RunError, OSError):
     """A snapshot that cannot be written or read."""
+
+
+class WorkerError(RunError, RuntimeError):
+    """A worker process that died, or that cannot be started or reached."""
 
 
 class StalledError(RunError, TimeoutError):

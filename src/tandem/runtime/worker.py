@@ -1,0 +1,162 @@
+"""What runs in a worker process: builds workers, one a role, and runs their registered methods until the link closes.
+
+The main thread runs the methods; the links' thread notices the end of the link, and tells where the process stands, in the
+middle of a computation too. A role whose ranks meet in collectives runs its calls one after the other, so that all ranks
+meet in the same order; other roles' calls may overlap where they wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias, cast
+
+from tandem import device
+from tandem.errors import RunError
+from tandem.registry import resolve
+from tandem.runtime.link import Link, Question
+from tandem.runtime.placement import Rank, Seat
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Make the role's worker: `factory(rank, *arguments)`."""
+
+    role: str
+    rank: Rank
+    factory: str
+    arguments: tuple[Any, ...]
+    collectives: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Meet the other ranks of this pool at the file `store`, for collectives."""
+
+    index: int
+    size: int
+    store: Path
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """Call a registered method of the role's worker."""
+
+    role: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Say where this process stands."""
+
+
+Order: TypeAlias = Build | Join | Do | Stacks
+
+
+def run(seat: Seat, end: socket.socket, log: int, server: int) -> None:
+    """The worker's life, in a process that was just forked by process `server`."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        cast("Any", stream).reconfigure(line_buffering=True)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    os.environ.update(device.visible(seat.kind, seat.devices))
+    device.configure_threads(seat.cores)
+    asyncio.run(_Worker(seat).serve(end))
+
+
+class _Worker:
+    """The main thread's side of a worker process."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._workers: dict[str, object] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._turn = asyncio.Lock()  # of all roles with collectives: they share the process group
+        self._running: dict[asyncio.Task[None], str] = {}
+
+    async def serve(self, end: socket.socket) -> None:
+        loop, main = asyncio.get_running_loop(), threading.get_ident()
+
+        def receive(order: Order, question: Question) -> None:
+            if isinstance(order, Stacks):
+                question.reply(_stacks(main, dict(self._running)))
+            else:
+                loop.call_soon_threadsafe(self._start, order, question)
+
+        Link(end, receive, _leave)
+        await asyncio.Event().wait()
+
+    def _start(self, order: Order, question: Question) -> None:
+        task = asyncio.ensure_future(question.answer(self._obey(order)))
+        self._running[task] = f"{order.role}.{order.method}" if isinstance(order, Do) else type(order).__name__.lower()
+        task.add_done_callback(self._running.pop)
+
+    async def _obey(self, order: Order) -> object:
+        match order:
+            case Do(role, method, args, kwargs):
+                return await self._do(role, method, args, kwargs)
+            case Build(role, rank, factory, arguments, collectives):
+                self._workers[role] = cast("Callable[..., object]", resolve(factory, {}, kind="worker"))(rank, *arguments)
+                if collectives:
+                    self._turns[role] = self._turn
+            case Join(index, size, store, limit_s):
+                device.join(device.select("auto" if self._seat.devices else "cpu"), index, size, store, limit_s)
+            case Stacks():
+                raise AssertionError("the links' thread answers this one")
+        return None
+
+    async def _do(self, role: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        worker = self._workers[role]
+        if not any(hasattr(vars(kind).get(name), "__tandem_call__") for kind in type(worker).__mro__):
+            raise RunError(f"{type(worker).__name__}.{name} is not registered in worker {role!r}; decorate it with @register")
+        async with self._turns.get(role, nullcontext()):
+            return await getattr(worker, name)(*args, **kwargs)
+
+
+def _leave() -> None:
+    """The link is closed: nobody waits for what the main thread does."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _stacks(main: int, running: dict[asyncio.Task[None], str]) -> str:
+    """Where the main thread is, and where each call waits."""
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] documented, in spite of its name
+    parts = ["main thread:\n" + "".join(traceback.format_stack(frames[main]))]
+    for task, name in running.items():
+        chain = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in _awaiting(task.get_coro()))
+        parts.append(f"{name}:\n" + "".join(chain.format()))
+    return "\n".join(parts)
+
+
+def _awaiting(coroutine: Any) -> Iterator[FrameType]:
+    """The frames of a coroutine and of those that it waits for, outermost first."""
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        yield frame
+        coroutine = coroutine.cr_await

@@ -1,0 +1,90 @@
+"""parcels: what goes through shared memory, when that is used again, and when it is given back."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.errors import WorkerError
+from tandem.runtime import parcels
+from tandem.runtime.parcels import Inbox, Outbox, unpack
+
+BIG = 1 << 16
+
+
+def deliver(outbox: Outbox, inbox: Inbox, value: object, holder: int = 1) -> object:
+    """A value packed, filled and opened at the other end, which lets go of it as a link's other end does."""
+    parcel = outbox.pack(value)
+    parcel.fill()
+    segment = parcel.segment
+    assert segment is not None
+    segment.bytes[holder] = 1
+    if segment.ident not in inbox._segments:
+        inbox.add(segment.ident, segment.capacity, os.dup(segment.fd))
+    head, *pieces = inbox.pieces(segment.ident, parcel.num_pieces, holder)
+    parcel.close()
+    return unpack(head, pieces)
+
+
+def test_small_values_need_no_segment_and_large_pickles_do() -> None:
+    outbox = Outbox()
+    assert outbox.pack([torch.ones(3), "text"]).segment is None
+    text = "x" * BIG
+    assert deliver(outbox, Inbox(), text) == text
+
+
+def test_a_segment_is_used_again_when_nothing_shows_it_any_more() -> None:
+    outbox, inbox = Outbox(), Inbox()
+    first = deliver(outbox, inbox, torch.zeros(BIG))
+    second = deliver(outbox, inbox, torch.ones(BIG))
+    assert len(inbox._segments) == 2
+    part = first[3:5]  # a view keeps it too
+    del first
+    third = deliver(outbox, inbox, torch.full((BIG,), 2.0))
+    assert len(inbox._segments) == 3
+    assert part.tolist() == [0, 0]
+    del part, second
+    fourth = deliver(outbox, inbox, np.full(BIG, 3, np.float32))
+    assert len(inbox._segments) == 3
+    assert third.tolist()[:2] == [2, 2]
+    assert fourth.tolist()[:2] == [3, 3]
+
+
+def test_a_segment_is_held_by_every_receiver_and_a_lost_one_lets_go() -> None:
+    outbox, inboxes = Outbox(), (Inbox(), Inbox())
+    links = [outbox.join(), outbox.join()]
+    parcel = outbox.pack(torch.ones(BIG))
+    assert parcel.segment is not None
+    for link in links:
+        parcel.segment.bytes[link] = 1
+    parcel.close()
+    assert outbox.take(BIG) is not parcel.segment
+    outbox.leave(links[0])
+    assert outbox.take(BIG) is not parcel.segment
+    outbox.leave(links[1])
+    assert outbox.take(4 * BIG) is parcel.segment
+    assert outbox.join() == links[0]
+    del inboxes
+
+
+def test_what_is_free_is_given_back_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcels, "_KEEP_BYTES", 8 * BIG)
+    outbox, inbox = Outbox(), Inbox()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for size in (1, 2, 4, 16):
+        deliver(outbox, inbox, torch.zeros(size * BIG, dtype=torch.uint8))
+    gone = outbox.gone(list(inbox._segments))
+    assert len(gone) == 3
+    inbox.forget(gone)
+    assert len(inbox._segments) == 1
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+
+
+def test_what_cannot_travel_says_so() -> None:
+    with pytest.raises(WorkerError, match="meta"):
+        Outbox().pack(torch.zeros(3, device="meta"))
+    with pytest.raises(WorkerError, match="cannot be read here"):
+        unpack(b"cnowhere\nnothing\n.", ())

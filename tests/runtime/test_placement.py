@@ -1,0 +1,57 @@
+"""placement: seats for every rank, or who asked for how much."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.device import Hardware
+from tandem.errors import DeviceError
+from tandem.runtime.placement import Rank, ResourcePool, Seat, place, table
+
+POOLS = [ResourcePool("trainer", 2, cores=2, devices=2), ResourcePool("rollout", 3, devices=1), ResourcePool("rewards", 1)]
+
+
+def test_every_rank_has_a_seat_and_no_device_two() -> None:
+    seats = place(POOLS, Hardware(8, "cuda", 8))
+    assert seats[1] == Seat("trainer", 1, 2, "cuda", (2, 3))
+    assert [seat.devices for seat in seats] == [(0, 1), (2, 3), (4,), (5,), (6,), ()]
+    assert table(seats, {"policy": "trainer", "reference": "trainer", "engine": "rollout"}) == (
+        "pool     rank  cores  devices        roles\n"
+        "trainer  0     2      cuda:0 cuda:1  policy, reference\n"
+        "trainer  1     2      cuda:2 cuda:3  policy, reference\n"
+        "rollout  0     1      cuda:4         engine\n"
+        "rollout  1     1      cuda:5         engine\n"
+        "rollout  2     1      cuda:6         engine\n"
+        "rewards  0     1      -              -"
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "match"),
+    [
+        (
+            Hardware(7, "cuda", 8),
+            r"8 cores are asked for and this machine has 7: trainer 4 \(2 x 2\), rollout 3 \(3 x 1\), rewards 1",
+        ),
+        (
+            Hardware(8, "cuda", 6),
+            r"7 cuda devices are asked for and this machine has 6: trainer 4 \(2 x 2\), rollout 3 \(3 x 1\)\. Use",
+        ),
+        (Hardware(8), r"7 accelerators are asked for and this machine has 0"),
+    ],
+)
+def test_what_is_not_there_is_said_with_who_asks_for_it(there: Hardware, match: str) -> None:
+    with pytest.raises(DeviceError, match=match):
+        place(POOLS, there)
+
+
+def test_values_that_cannot_be() -> None:
+    for options in ({"ranks": 0}, {"ranks": 1, "cores": 0}, {"ranks": 1, "devices": -1}):
+        with pytest.raises(ValueError, match="of pool 'p' must be at least"):
+            ResourcePool("p", **options)
+    with pytest.raises(ValueError, match="p, p"):
+        place([ResourcePool("p", 1), ResourcePool("p", 1)], Hardware(8))
+
+
+def test_ranks_that_share_rows_have_one_part() -> None:
+    assert [Rank(index, 4, 2).part for index in range(4)] == [0, 0, 1, 1]

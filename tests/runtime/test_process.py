@@ -1,0 +1,298 @@
+"""The process runtime: workers that die, hang, stop and fail, and what the caller and the machine see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from tandem.device import Hardware
+from tandem.errors import RegistryError, RunError, StalledError, WorkerError
+from tandem.runtime.placement import ResourcePool, place
+from tandem.runtime.process import Processes, ProcessGroup
+from tests.runtime.workers import Worker
+
+FACTORY = "tests.runtime.workers:Worker"
+T = TypeVar("T")
+Use = Callable[[ProcessGroup], Awaitable[T]]
+
+
+@pytest.fixture(name="run")
+def _run(tmp_path: Path) -> Callable[..., T]:
+    """Uses a group of some ranks, and looks that none of its processes is left afterwards."""
+
+    def run(use: Use[T], *, ranks: int = 2, limit_s: float = 60.0, collectives: bool = False) -> T:
+        async def main() -> T:
+            async with Processes(tmp_path, limit_s=limit_s) as runtime:
+                await runtime.start(place([ResourcePool("pool", ranks)], Hardware(cores=ranks)))
+                group = await runtime.group("policy", "pool", FACTORY, collectives=collectives)
+                pids = await group.call_each(Worker.pid)
+                result = await use(group)
+            assert not any(map(alive, pids))
+            return result
+
+        return asyncio.run(main())
+
+    return run
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().split()[2] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone_within(pids: list[int], limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while any(map(alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_words_and_its_peers_end(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        pids = await group.call_each(Worker.pid)
+        began = time.monotonic()
+        with pytest.raises(WorkerError) as error:
+            await group.call(Worker.die, 1, signal.SIGKILL)
+        assert time.monotonic() - began < 5
+        node = os.uname().nodename
+        assert f"policy.die: rank 1 (process {pids[1]} on {node}) was killed by SIGKILL, and its peers were ended" in str(
+            error.value
+        )
+        assert "pool-1.log:\n  my last word" in str(error.value)
+        assert not any(map(alive, pids))
+        with pytest.raises(WorkerError, match=r"policy\.pid cannot be called: rank 1 .*SIGKILL"):
+            await group.call(Worker.pid)
+
+    run(use)
+
+
+def test_a_worker_that_is_killed_while_nobody_calls_ends_its_peers(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        pids = await group.call_each(Worker.pid)
+        os.kill(pids[0], signal.SIGKILL)
+        assert await asyncio.to_thread(gone_within, pids, 5)
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            await group.call(Worker.pid)
+
+    run(use)
+
+
+def test_a_worker_that_is_killed_in_a_collective_is_the_error_and_not_what_its_peers_say_of_it(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        assert await group.call_each(Worker.add) == [3.0, 3.0, 3.0]
+        pids = await group.call_each(Worker.pid)
+        adding = asyncio.ensure_future(group.call(Worker.sleep_and_add, 1))
+        await asyncio.sleep(0.3)
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=rf"rank 1 \(process {pids[1]} .*SIGKILL"):
+            await asyncio.wait_for(adding, 10)
+
+    run(use, ranks=3, collectives=True)
+
+
+def test_a_call_without_progress_shows_where_each_rank_stands(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        with pytest.raises(StalledError) as error:
+            await group.call(Worker.sleep, 60.0, 1)
+        text = str(error.value)
+        assert text.startswith("policy.sleep: nothing moved for 0.5 s; 1 of 2 ranks have not answered")
+        assert "rank 1 (process" in text
+        assert "rank 0 (process" not in text
+        assert "time.sleep(seconds)" in text
+        with pytest.raises(WorkerError, match=r"policy\.sleep stalled"):
+            await group.call(Worker.pid)
+
+    run(use, limit_s=0.5)
+
+
+def test_a_call_that_waits_shows_what_it_waits_for(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        with pytest.raises(StalledError, match=r"policy\.wait:\n(?s:.*)await self\.for_ever\(\)(?s:.*)await asyncio\.Event"):
+            await group.call(Worker.wait)
+
+    run(use, ranks=1, limit_s=0.5)
+
+
+@pytest.mark.parametrize(("method", "shows"), [(Worker.stop, "stopped"), (Worker.keep_the_interpreter, "keep_the_interpreter")])
+def test_a_worker_that_cannot_answer_is_no_hang(run: Callable[..., None], method: Callable[..., None], shows: str) -> None:
+    async def use(group: ProcessGroup) -> None:
+        with pytest.raises(StalledError, match=rf"does not say where it stands(?s:.*){shows}"):
+            await group.call(method)
+
+    run(use, ranks=1, limit_s=0.3)
+
+
+def test_progress_postpones_the_limit(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        await group.call(Worker.sleep_by_rank, 0.6)  # 0, 0.6 and 1.2 s: longer in all than the limit, but always moving
+
+    run(use, ranks=3, limit_s=1.0)
+
+
+def test_a_rank_that_fails_frees_the_peers_that_wait_for_it(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.runtime.process._PEERS_LIMIT_S", 0.3)
+
+    async def use(group: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match="rank 0 cannot") as error:
+            await group.call(Worker.fail_before_adding, 0)
+        assert "raised in another process" in error.value.__notes__[0]
+        assert "fail_before_adding" in error.value.__notes__[0]
+        with pytest.raises(WorkerError, match="failed on a rank for which others waited: rank 0 cannot"):
+            await group.call(Worker.pid)
+
+    run(use, collectives=True)
+
+
+def test_a_failure_that_nobody_waits_for_leaves_the_group_in_place(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        with pytest.raises(WorkerError, match=r"raised .*LocalError: no class of yours(?s:.*)in local_error"):
+            await group.call(Worker.local_error)
+        with pytest.raises(WorkerError, match="cannot be sent"):
+            await group.call(Worker.echo, lambda: None)
+        with pytest.raises(WorkerError, match="cannot be sent"):
+            await group.call(Worker.lambda_back)
+        with pytest.raises(SystemError, match="out of turn"):
+            await group.call(Worker.fail_late)
+        assert await group.call_each(Worker.echo, 3) == [3, 3]
+
+    run(use)
+
+
+def test_a_worker_that_exits_says_with_what(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        with pytest.raises(WorkerError, match="ended with exit code 3"):
+            await group.call(Worker.exit, 3)
+
+    run(use, ranks=1)
+
+
+def test_tensors_arrive_as_they_were_and_stay_while_later_ones_come(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        sent = [
+            torch.arange(5000),
+            torch.randn(3, 4000).t(),
+            torch.randn(3000).bfloat16(),
+            torch.rand(9000) > 0.5,
+            torch.zeros(0, 7),
+            torch.tensor(2.5),
+            torch.randn(2, 2, dtype=torch.complex64),
+        ]
+        first = await group.call(Worker.echo, sent)
+        for number in range(5):
+            other = await group.call(Worker.echo, torch.full((20000,), number))
+            assert other.unique().tolist() == [number]
+        for before, after in zip(sent, first, strict=True):
+            assert (after.dtype, after.shape) == (before.dtype, before.shape)
+            assert torch.equal(before, after)
+
+    run(use)
+
+
+def test_a_worker_sees_its_cores_and_devices(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Processes(tmp_path) as runtime:
+            await runtime.start(
+                place([ResourcePool("a", 1, cores=1), ResourcePool("b", 2, cores=2, devices=2)], Hardware(5, "cuda", 4))
+            )
+            for pool, sees in (("a", [(1, "")]), ("b", [(2, "0,1"), (2, "2,3")])):
+                group = await runtime.group(f"in {pool}", pool, FACTORY)
+                assert await group.call_each(Worker.sees) == sees
+
+    asyncio.run(main())
+
+
+def test_roles_of_one_pool_share_its_processes_and_a_factory_that_fails_is_the_callers(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Processes(tmp_path) as runtime:
+            seats = place([ResourcePool("pool", 2)], Hardware(cores=2))
+            await runtime.start(seats)
+            began = time.monotonic()
+            policy = await runtime.group("policy", "pool", FACTORY)
+            critic = await runtime.group("critic", "pool", "tests/runtime/workers.py:Worker", replicas=2)
+            assert time.monotonic() - began < 5
+            assert await policy.call_each(Worker.pid) == await critic.call_each(Worker.pid)
+            with pytest.raises(RegistryError, match="Wroker"):
+                await runtime.group("third", "pool", "tests.runtime.workers:Wroker")
+            with pytest.raises(TypeError, match="argument"):
+                await runtime.group("third", "pool", FACTORY, 1, 2, 3)
+            with pytest.raises(RunError, match=r"no pool 'other'.*there are pool"):
+                await runtime.group("third", "other", FACTORY)
+            with pytest.raises(RunError, match="2 ranks are not whole runs of 3"):
+                await runtime.group("third", "pool", FACTORY, replicas=3)
+            with pytest.raises(RunError, match="started once"):
+                await runtime.start(seats)
+            assert await policy.call_each(Worker.echo, 1) == [1, 1]
+
+    asyncio.run(main())
+
+
+def test_a_killed_worker_takes_along_what_it_started(run: Callable[..., list[int]]) -> None:
+    children = run(lambda group: group.call_each(Worker.child))
+    assert len(children) == 2
+    assert gone_within(children, 5)
+
+
+SCRIPT = """
+import asyncio, sys, time
+from pathlib import Path
+from tandem.device import Hardware
+from tandem.runtime.placement import ResourcePool, place
+from tandem.runtime.process import Processes
+from tests.runtime.workers import Worker
+
+async def main():
+    async with Processes(Path(sys.argv[1])) as runtime:
+        await runtime.start(place([ResourcePool("pool", 2)], Hardware(2)))
+        group = await runtime.group("policy", "pool", "tests.runtime.workers:Worker")
+        print(*await group.call_each(Worker.pid), *await group.call_each(Worker.child), flush=True)
+        if sys.argv[2] == "hang":
+            await group.call(Worker.keep_the_interpreter)
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_said_at_the_interpreters_end(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-X",
+        "dev",
+        "-W",
+        "error",
+        "-W",
+        "ignore::DeprecationWarning:torch",
+        "-c",
+        SCRIPT,
+        str(tmp_path),
+        "close",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert gone_within([int(pid) for pid in done.stdout.split()], 5)
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """In native code that keeps the interpreter, so that no thread of theirs could notice."""
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path), "hang"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 4
+        time.sleep(0.3)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert gone_within(pids, 10)
