@@ -103,6 +103,13 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def evaluate(self, batch: DataProto, loss: LossRef) -> Metrics:
+        """The loss and the metrics of `forward_backward` on this batch as `eval/...`: no gradient, and nothing changes.
+
+        Raises NonFiniteError for a loss that is not finite.
+        """
+        ...
+
     def step(self) -> Metrics:
         """Clips, refuses a non-finite gradient (counted; NonFiniteError past the limit), updates, clears gradients."""
         ...

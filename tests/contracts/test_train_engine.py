@@ -19,11 +19,12 @@ from tandem.ports import TrainEngine
 from tandem.train.config import TrainConfig
 from tandem.train.fake import FakeTrainEngine
 from tandem.train.torch_engine import TorchEngine
-from tandem.types import LossRef
+from tandem.types import Key, LossRef
 from tests.train.rows import TINY, VOCAB, make_rows, tiny_decoder
 
 SFT = loss_ref(configure("sft"))
 GRPO = loss_ref(configure("grpo", {"kl_coef": 0.1}))
+DPO = loss_ref(configure("dpo"))
 # With so large an eps Adam's update is close to lr times the gradient, and does not magnify rounding.
 CONFIG = TrainConfig(lr=0.5, eps=1.0, micro_batch_tokens=16, max_nonfinite=1)
 
@@ -177,6 +178,55 @@ def test_training_lowers_the_loss(make: Make) -> None:
         losses.append(engine.forward_backward(rows(), SFT)[0]["train/loss"].value)
         assert engine.step()["train/refused_steps"].value == 0
     assert losses[-1] < losses[0] - 0.2
+
+
+def pairs() -> DataProto:
+    """Three pairs, their rows apart, all chosen ones first."""
+    batch = make_rows([7, 3, 5, 2, 6, 4], aggregation="seq-mean-token-mean")
+    keys = tuple(Key("train", i % 3, i // 3) for i in range(6))
+    return replace(batch, keys=keys).with_columns(row={"chosen": torch.tensor([key.member == 0 for key in keys])})
+
+
+@pytest.mark.parametrize(("loss", "batch"), [(SFT, rows()), (GRPO, rows()), (DPO, pairs())], ids=["sft", "grpo", "dpo"])
+def test_an_evaluation_is_the_training_pass_without_a_trace(make: Make, loss: LossRef, batch: DataProto) -> None:
+    engine, other = make(), make()
+    for each in (engine, other):
+        each.forward_backward(batch, loss)  # moves the fake away from its uniform start
+        each.step()
+    before = weights(engine)
+    measured = engine.evaluate(batch, loss)
+    assert equal(weights(engine), before)
+    with pytest.raises(EmptyBatchError):
+        engine.step()
+    trained, _ = other.forward_backward(batch, loss)
+    assert {f"train/{name.removeprefix('eval/')}": metric for name, metric in measured.items()} == dict(trained)
+    other.step()
+    engine.forward_backward(batch, loss)
+    engine.evaluate(batch, loss)  # in the middle of a step
+    engine.step()
+    assert equal(weights(engine), weights(other))
+
+
+def test_pairs_learn_and_no_group_is_cut(make: Make) -> None:
+    engine, batch = make(), pairs()  # micro-batches hold 16 tokens, and the second pair alone is above them with its padding
+    first = engine.evaluate(batch, DPO)
+    for _ in range(15):
+        engine.forward_backward(batch, DPO)
+        engine.step()
+    last = engine.evaluate(batch, DPO)
+    assert first["eval/preference_accuracy"].count == last["eval/preference_accuracy"].count == 3
+    assert last["eval/loss"].value < first["eval/loss"].value
+    assert last["eval/reward_margin"].value > first["eval/reward_margin"].value
+    with pytest.raises(ColumnError, match="a pair is a group of two rows"):
+        engine.evaluate(batch.select([0, 1, 2]), DPO)
+
+
+def test_an_evaluation_that_is_not_finite_says_so(make: Make) -> None:
+    engine = make()
+    with pytest.raises(NonFiniteError, match=r"'policy' is nan.*nothing is trained on"):
+        engine.evaluate(poisoned(), GRPO)
+    engine.forward_backward(rows(), GRPO)
+    assert engine.step()["train/refused_steps"].value == 0
 
 
 def test_a_step_needs_a_gradient(make: Make) -> None:

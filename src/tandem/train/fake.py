@@ -46,18 +46,30 @@ class FakeTrainEngine:
         return DataProto.make(batch.keys, batch.lengths, token={name: given[name] for name in want})
 
     def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
+        logprobs, total, metrics, trouble = self._loss(batch, loss)
+        if trouble:
+            self._trouble = trouble
+        elif bool(batch["mask"].any()):
+            total.backward()
+        given = DataProto.make(batch.keys, batch.lengths, token={"logprobs": logprobs.detach()})
+        return Metrics() if trouble else metrics.prefixed("train"), given
+
+    def evaluate(self, batch: DataProto, loss: LossRef) -> Metrics:
+        with torch.no_grad():
+            _, _, metrics, trouble = self._loss(batch, loss)
+        if trouble:
+            raise NonFiniteError(f"{trouble}, where nothing is trained on")
+        return metrics.prefixed("eval")
+
+    def _loss(self, batch: DataProto, loss: LossRef) -> tuple[Tensor, Tensor, Metrics, str]:
+        """Logprobs [N], the loss, its metrics, and what is not finite."""
         logprobs, entropy = self._predict(batch)
         inputs = LossInputs(logprobs, batch["mask"], batch.lengths, batch.batch, entropy, batch.group_of_row)
         result = loss_function(loss.name)(inputs, **loss.params)
         sums = {name: aggregate(term, batch["loss_weights"], batch["mask"]) for name, term in result.terms.items()}
         bad = [f"loss term {name!r} is {value.item()}" for name, value in sums.items() if not math.isfinite(value.item())]
         total = torch.stack(list(sums.values())).sum()
-        if bad:
-            self._trouble = bad[0]
-        elif bool(batch["mask"].any()):
-            total.backward()
-        metrics = Metrics() if bad else result.metrics + Metrics.mean({"loss": total.item()})
-        return metrics.prefixed("train"), DataProto.make(batch.keys, batch.lengths, token={"logprobs": logprobs.detach()})
+        return logprobs, total, result.metrics + Metrics.mean({"loss": total.item()}), bad[0] if bad else ""
 
     def _predict(self, batch: DataProto) -> tuple[Tensor, Tensor]:
         """Log-probability of each masked token and entropy of its distribution, [N], 0 elsewhere."""

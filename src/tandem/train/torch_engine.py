@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import safetensors.torch
 import torch
@@ -78,25 +78,42 @@ class TorchEngine:
 
     def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
         """See ports.TrainEngine. A pass whose loss is not finite adds neither gradient nor metrics; `step` then refuses."""
-        function = loss_function(loss.name)
         out = torch.zeros(batch.num_tokens)
         totals: Counter[str] = Counter()
         metrics = Metrics()
+        for each in self._losses(batch, loss):
+            out[each.at] = each.logprobs.detach()
+            if each.trouble:
+                self._trouble = self._trouble or each.trouble
+                continue
+            torch.stack(list(each.sums.values())).sum().backward()
+            totals.update({name: value.item() for name, value in each.sums.items()})
+            metrics += each.metrics
+        metrics = (metrics + _loss_metrics(totals)).prefixed("train")
+        return metrics, DataProto.make(batch.keys, batch.lengths, token={"logprobs": out})
+
+    def evaluate(self, batch: DataProto, loss: LossRef) -> Metrics:
+        """See ports.TrainEngine."""
+        totals: Counter[str] = Counter()
+        metrics = Metrics()
+        with torch.no_grad():
+            for each in self._losses(batch, loss):
+                if each.trouble:
+                    raise NonFiniteError(f"{each.trouble}, where nothing is trained on: look at that data, or at the weights")
+                totals.update({name: value.item() for name, value in each.sums.items()})
+                metrics += each.metrics
+        return (metrics + _loss_metrics(totals)).prefixed("eval")
+
+    def _losses(self, batch: DataProto, loss: LossRef) -> Iterator[_PassLoss]:
+        """What the loss makes of each micro-batch, one after the other, so that one graph lives at a time."""
+        function = loss_function(loss.name)
         for at, part in self._passes(batch, whole_groups=scope_of(function) == "group"):
             logprobs, entropy = self._logprobs(part, with_entropy=True)
-            out[at] = logprobs.detach()
             inputs = LossInputs(logprobs, part["mask"], part.lengths, part.batch, entropy, part.group_of_row)
             result = function(inputs, **loss.params)
             sums = {name: aggregate(term, part["loss_weights"], part["mask"]) for name, term in result.terms.items()}
-            if not all(math.isfinite(value.item()) for value in sums.values()):
-                self._trouble = self._trouble or _first_bad(result, part)
-                continue
-            torch.stack(list(sums.values())).sum().backward()
-            totals.update({name: value.item() for name, value in sums.items()})
-            metrics += result.metrics
-        losses = {"loss": sum(totals.values())} | ({f"loss_{n}": v for n, v in totals.items()} if len(totals) > 1 else {})
-        metrics = (metrics + Metrics.mean(losses)).prefixed("train")
-        return metrics, DataProto.make(batch.keys, batch.lengths, token={"logprobs": out})
+            finite = all(math.isfinite(value.item()) for value in sums.values())
+            yield _PassLoss(at, logprobs, sums, result.metrics, "" if finite else _first_bad(result, part))
 
     def _passes(self, batch: DataProto, *, whole_groups: bool = False) -> Iterator[tuple[Tensor, DataProto]]:
         """Micro-batches, each with its places among the packed tokens.
@@ -257,6 +274,22 @@ class TorchEngine:
                 parameter.copy_(weights[name])
         self._clear()
         _, self._updates, self._refused = counted
+
+
+class _PassLoss(NamedTuple):
+    """Of one micro-batch: its places among the packed tokens, its logprobs, each term's weighted sum, and what is not finite."""
+
+    at: Tensor
+    logprobs: Tensor
+    sums: dict[str, Tensor]
+    metrics: Metrics
+    trouble: str
+
+
+def _loss_metrics(totals: Mapping[str, float]) -> Metrics:
+    """The loss, and its terms where there is more than one."""
+    losses = {"loss": sum(totals.values())}
+    return Metrics.mean(losses | ({f"loss_{name}": value for name, value in totals.items()} if len(totals) > 1 else {}))
 
 
 def _first_bad(result: TokenLoss, part: DataProto) -> str:
