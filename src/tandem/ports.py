@@ -87,11 +87,12 @@ class TrainEngine(Protocol):
     Every call reads token columns `tokens`, `mask` and the row column `temperature` (float32 [B], 0 counts as 1).
     """
 
-    def forward(self, batch: DataProto, want: frozenset[str]) -> DataProto:
+    def forward(self, batch: DataProto, want: frozenset[str], *, top: int = 0) -> DataProto:
         """No gradient. Returns the same rows (keys, lengths) with the wanted token columns only.
 
-        want: "logprobs" (float32 [N], of each masked token given those before it in its row, 0 elsewhere),
-        "entropy" (likewise). Raises ColumnError for anything that the engine cannot give.
+        want: "logprobs" (float32 [N], of each masked token given those before it in its row, 0 elsewhere), "entropy"
+        (likewise), "top_ids" and "top_logprobs" (int64 and float32 [N, top], the likeliest tokens at each masked place,
+        likeliest first, 0 elsewhere). Raises ColumnError for anything that the engine cannot give.
         """
         ...
 
@@ -99,7 +100,8 @@ class TrainEngine(Protocol):
         """Adds the gradient of sum_t loss_weights[t] * loss[t] to the accumulated one, in micro-batches.
 
         batch has `loss_weights` (float32 [N], aggregation and global denominators included: the engine never
-        normalises) and what the named loss reads. The second result holds `logprobs` of this pass.
+        normalises) and what the named loss reads; with column `teacher_topk_ids` (int64 [N, K]) the loss is given the
+        logprobs of those tokens too. The second result holds `logprobs` of this pass.
         """
         ...
 

@@ -169,7 +169,7 @@ ROWS: dict[str, Row] = {
     "ppo": Row(1, {"whitening": {"advantage": "gae"}, "length": SUM}),
     "vapo": Row(1, {"critic": {"lam_policy": 1.0}, "imitation": {"positive_nll_weight": 0.0}, "length": SUM}),
     "prime": Row(5, {"process": {"process_coef": 0.0}, "whitening": {"advantage": "process_and_outcome"}, "length": SUM}),
-    "mopd": Row(OWN, {"teacher": {"distillation_coef": 0.0}, **GRPO.causes}),
+    **dict.fromkeys(("mopd", "grpo_opd"), Row(OWN, {"teacher": {"distillation_coef": 0.0}, **GRPO.causes})),
 }
 CURABLE = {name: {cause: params for cause, params in row.causes.items() if params is not None} for name, row in ROWS.items()}
 
@@ -377,6 +377,8 @@ OFF_POLICY: dict[str, OffPolicy] = {
 }
 TERMS = {"squared_log_ratio", "positive_nll", "reverse_kl_policy_gradient", "kl", "distillation"}
 """Losses that are added to one of these."""
+OF_OTHERS = {"nll", "preference", "topk_distillation", "jsd_distillation"}
+"""Losses without a reward: they imitate a response, a choice or a teacher."""
 
 
 def off_policy_step(loss: str, params: Params, columns: Rows) -> Tensor:
@@ -387,7 +389,7 @@ def off_policy_step(loss: str, params: Params, columns: Rows) -> Tensor:
 
 
 def test_every_loss_has_its_claim() -> None:
-    assert OFF_POLICY.keys() == LOSSES.keys() - TERMS - {"nll"}
+    assert OFF_POLICY.keys() == LOSSES.keys() - TERMS - OF_OTHERS
 
 
 @pytest.mark.parametrize("loss", OFF_POLICY)

@@ -79,6 +79,48 @@ def test_forward_refuses_what_it_cannot_give(make: Make) -> None:
             make().forward(rows(), want)
 
 
+def test_forward_gives_the_likeliest_tokens(make: Make) -> None:
+    engine, batch = make(), rows()
+    engine.forward_backward(batch, SFT)  # moves the fake away from its uniform start
+    engine.step()
+    out = engine.forward(batch, frozenset({"top_ids", "top_logprobs", "logprobs"}), top=VOCAB)
+    mask, ids, logprobs = batch["mask"], out["top_ids"], out["top_logprobs"]
+    assert ids.dtype == torch.int64
+    assert ids.shape == logprobs.shape == (batch.num_tokens, VOCAB)
+    assert bool((logprobs[~mask] == 0).all())
+    assert bool((ids[~mask] == 0).all())
+    assert torch.equal(ids[mask].sort(1).values, torch.arange(VOCAB).expand(int(mask.sum()), -1))
+    torch.testing.assert_close(logprobs[mask].exp().sum(1), torch.ones(int(mask.sum())), atol=1e-5, rtol=0)
+    assert bool((logprobs[mask].diff(dim=1) <= 0).all())
+    own = logprobs[mask][ids[mask] == batch["tokens"][mask][:, None]]
+    assert torch.equal(own, out["logprobs"][mask])
+    few = engine.forward(batch, frozenset({"top_logprobs"}), top=2)
+    assert few.columns == {"top_logprobs"}
+    assert torch.equal(few["top_logprobs"], logprobs[:, :2])
+    for top in (0, VOCAB + 1):
+        with pytest.raises(ColumnError, match=f"top={top} likeliest"):
+            engine.forward(batch, frozenset({"top_logprobs"}), top=top)
+
+
+@pytest.mark.parametrize("name", ["kd", "gkd"])
+def test_a_student_comes_close_to_its_teacher(make: Make, name: str) -> None:
+    """The loss is given the student's logprobs of the teacher's tokens: equal models differ by nothing, others learn."""
+    loss, batch, teacher = loss_ref(configure(name)), rows(), make()
+    for _ in range(20):
+        teacher.forward_backward(batch, SFT)
+        teacher.step()
+    given = teacher.forward(batch, frozenset({"top_ids", "top_logprobs"}), top=VOCAB)
+    data = batch.with_columns(token={"teacher_topk_ids": given["top_ids"], "teacher_topk_logprobs": given["top_logprobs"]})
+    assert teacher.evaluate(data, loss)["eval/loss"].value == pytest.approx(0, abs=1e-6)
+    student = make()
+    before = student.evaluate(data, loss)["eval/loss"].value
+    assert before > 1e-3
+    for _ in range(20):
+        student.forward_backward(data, loss)
+        student.step()
+    assert student.evaluate(data, loss)["eval/loss"].value < 0.97 * before
+
+
 def test_forward_leaves_no_gradient(make: Make) -> None:
     engine = make()
     engine.forward(rows(), frozenset({"logprobs"}))

@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.errors import ColumnError
 from tandem.models import heads
 from tandem.models.decoder import Decoder
-from tandem.models.heads import next_logprobs, row_logprobs, token_logprobs
+from tandem.models.heads import next_logprobs, row_logprobs, row_top, token_logprobs, top_logprobs
 from tests.models.tiny import config, loud, tokens
 
 M = 70
@@ -112,3 +112,53 @@ def test_a_mask_where_nothing_is_predicted_is_refused(row: int, position: int) -
     mask[row, position] = True
     with pytest.raises(ColumnError, match=f"row {row} has its mask true at position {position}"):
         row_logprobs(loud(config()), tokens(2, 6), torch.tensor([6, 4]), mask, torch.ones(2))
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 16])
+def test_several_targets_at_one_place_have_the_bits_and_gradients_of_a_whole_softmax(chunk_rows: int | None) -> None:
+    decoder = loud(config())
+    hidden, targets, temperature = inputs(decoder)
+    several = torch.stack([targets, targets.flip(0), targets.flip(0)], 1)  # the last two are the same token, and add up
+    got, entropy = token_logprobs(decoder, hidden, several, temperature, chunk_rows=chunk_rows, with_entropy=True)
+    assert got.shape == (M, 3)
+    assert entropy is not None
+    assert torch.equal(got[:, 0], token_logprobs(decoder, hidden, targets, temperature)[0])
+    assert torch.equal(got[:, 2], token_logprobs(decoder, hidden, targets.flip(0), temperature)[0])
+    hidden64, weight64 = (tensor.detach().double().requires_grad_() for tensor in (hidden, decoder.output_weight))
+    want = torch.stack([reference(hidden64, weight64, several[:, k], temperature)[0] for k in range(3)], 1)
+    weights = torch.linspace(-1, 1, 3 * M).reshape(M, 3)
+    ((got * weights).sum() + entropy.sum()).backward()
+    ((want * weights.double()).sum() + reference(hidden64, weight64, targets, temperature)[1].sum()).backward()
+    for grad, plain in ((hidden.grad, hidden64.grad), (decoder.output_weight.grad, weight64.grad)):
+        assert grad is not None
+        assert plain is not None
+        assert (grad - plain).norm() / plain.norm() < 1e-6
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 16])
+def test_the_top_of_a_distribution_is_sorted_and_has_its_bits(chunk_rows: int | None) -> None:
+    decoder = loud(config())
+    hidden, _, temperature = inputs(decoder)
+    ids, logprobs = top_logprobs(decoder, hidden, temperature, 4, chunk_rows=chunk_rows)
+    assert torch.equal(logprobs, next_logprobs(decoder, hidden, temperature).topk(4).values)
+    assert torch.equal(token_logprobs(decoder, hidden, ids, temperature)[0], logprobs)
+    assert not logprobs.requires_grad
+    for top in (0, decoder.config.vocab_size + 1):
+        with pytest.raises(ColumnError, match=f"top={top} likeliest"):
+            top_logprobs(decoder, hidden, temperature, top)
+
+
+def test_rows_look_up_what_they_are_told_to() -> None:
+    decoder, rows = loud(config()), tokens(2, 6)
+    lengths, mask = (
+        torch.tensor([6, 4]),
+        torch.tensor([[False, True, False, True, True, True], [False, False, True, True, False, False]]),
+    )
+    ids, logprobs = row_top(decoder, rows, lengths, mask, torch.ones(2), 3)
+    assert ids.shape == logprobs.shape == (2, 6, 3)
+    assert bool((logprobs[~mask] == 0).all())
+    assert bool((logprobs[mask] < 0).all())
+    found, _ = row_logprobs(decoder, rows, lengths, mask, torch.ones(2), targets=ids)
+    assert torch.equal(found, logprobs)
+    own, _ = row_logprobs(decoder, rows, lengths, mask, torch.ones(2), targets=rows[:, :, None])
+    assert torch.equal(own[:, :, 0], row_logprobs(decoder, rows, lengths, mask, torch.ones(2))[0])

@@ -241,6 +241,39 @@ NOTES: dict[str, Note] = {
         {"slime": "distillation_coef=1.0", "ROLL": "distillation_coef=1.0"},
     ),
     "sft": Note("Maximum likelihood of demonstrations.", "Before RL, or instead of it."),
+    "kd": Note(
+        "The student matches the teacher's likeliest tokens on given responses.",
+        "A teacher with the same tokenizer and good responses; one pass of it a response, and no sampling.",
+        {"verl": "direction=forward, on the student's samples: opd_topk", "NeMo-RL": "direction, mixed_weight; floor=false"},
+    ),
+    "gkd": Note(
+        "A divergence between KL(T, S) and KL(S, T), on given responses.",
+        "Where forward KL spreads the student over more than it can hold; jsd_beta=0.1 to 0.9 leans either way.",
+        {"TRL": "GKDTrainer lmbda=0; topk is the vocabulary there"},
+    ),
+    "opd_loss": Note(
+        "An estimate of KL(student, teacher) on the student's samples, with the KL's own gradient.",
+        "On-policy distillation without a ratio or a clip. Needs no reward.",
+        {
+            "verl": "distillation_gradient=direct, with k2 or k3 as its loss_mode",
+            "AReaL": "distillation_coef=0.005 beside its policy loss: grpo_opd",
+        },
+    ),
+    "opd_topk": Note(
+        "The student matches the teacher's likeliest tokens on its own samples.",
+        "More signal a token than opd, for K numbers a token. Needs no reward.",
+        {"verl": "direction=forward", "NeMo-RL": "direction=mixed floor=false"},
+    ),
+    "opd_jsd": Note(
+        "GKD on the student's own samples.",
+        "As opd_topk, with a divergence that is bounded.",
+        {"TRL": "GKDTrainer lmbda=1"},
+    ),
+    "grpo_opd": Note(
+        "GRPO with a pull towards the teacher in the loss.",
+        "A reward and a teacher at once, where mopd adds the teacher to the advantage.",
+        {"AReaL": "distillation_coef=0.005", "verl": "distillation_coef=1.0"},
+    ),
     "dpo": Note(
         "The chosen response is made likelier than the rejected one, measured against the reference.",
         "Pairs of responses with a preference, where nothing can be sampled or scored. beta is how close to stay.",

@@ -10,6 +10,8 @@ from tandem.types import Algorithm
 
 EVERY_UPDATE = frozenset({"tokens", "mask", "temperature"})
 """Columns that every update reads."""
+_SAMPLED = frozenset({"rollout_logprobs"})
+"""What an objective asks for that is about the policy's own samples, whatever its loss reads of them."""
 
 ROWS = (
     # ------------------------------------------------------------------------------------- a baseline of the group
@@ -303,6 +305,53 @@ ROWS = (
         advantage=None,
         loss="nll",
         params={"aggregation": "token-mean"},
+    ),
+    # ------------------------------------------------------------------------------------ a teacher as the loss
+    Algorithm(
+        name="kd",
+        source="top-k distillation, as in verl and NeMo-RL",
+        advantage=None,
+        loss="topk_distillation",
+        params={"aggregation": "token-mean"},
+    ),
+    Algorithm(
+        name="gkd",
+        source="Generalized Knowledge Distillation, arXiv 2306.13649",
+        advantage=None,
+        loss="jsd_distillation",
+        params={"aggregation": "token-mean"},
+    ),
+    Algorithm(
+        name="opd_loss",
+        source="On-Policy Distillation, Thinking Machines 2025",
+        advantage=None,
+        loss="distillation",
+        needs=_SAMPLED,
+        params={"distillation_gradient": "straight_through", "aggregation": "token-mean"},
+    ),
+    Algorithm(
+        name="opd_topk",
+        source="on-policy top-k distillation, as in verl and NeMo-RL",
+        advantage=None,
+        loss="topk_distillation",
+        needs=_SAMPLED,
+        params={"aggregation": "token-mean"},
+    ),
+    Algorithm(
+        name="opd_jsd",
+        source="Generalized Knowledge Distillation, arXiv 2306.13649",
+        advantage=None,
+        loss="jsd_distillation",
+        needs=_SAMPLED,
+        params={"aggregation": "token-mean"},
+    ),
+    Algorithm(
+        name="grpo_opd",
+        source="AReaL and verl, which add a distillation loss to the policy's",
+        advantage="group_baseline",
+        min_episodes=2,
+        loss="ppo_clip+kl+distillation",
+        params={"distillation_gradient": "straight_through", "aggregation": "token-mean"},
     ),
     # --------------------------------------------------------------------------------------------- pairs
     Algorithm(

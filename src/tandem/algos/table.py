@@ -160,13 +160,16 @@ class _AnyColumn(dict[str, Tensor]):
         return name != CORRECTION
 
     def __missing__(self, name: str) -> Tensor:
-        return self.setdefault(name, torch.tensor([True, False]) if name == "chosen" else torch.zeros(2))
+        special = {"chosen": torch.tensor([True, False]), "teacher_topk_logprobs": torch.zeros(2, 1)}
+        return self.setdefault(name, special.get(name, torch.zeros(2)))
 
 
 def _reads(algorithm: Algorithm) -> frozenset[str]:
     """The columns that an update reads: those that its loss asks for with these parameters, when it is given two rows."""
     columns, loss, ones = _AnyColumn(), loss_ref(algorithm), torch.ones(2, dtype=torch.int64)
-    loss_function(loss.name)(LossInputs(torch.zeros(2), ones.bool(), ones, columns, groups=torch.zeros_like(ones)), **loss.params)
+    zeros, group = torch.zeros(2), torch.zeros_like(ones)
+    inputs = LossInputs(zeros, ones.bool(), ones, columns, groups=group, at_topk=torch.zeros(2, 1))
+    loss_function(loss.name)(inputs, **loss.params)
     correction = {CORRECTION} if algorithm.params.get("correction") else frozenset[str]()
     return EVERY_UPDATE | (columns.keys() - step_gives(algorithm)) | correction
 

@@ -18,6 +18,9 @@ from torch import Tensor
 from tandem.errors import ColumnError
 from tandem.types import Metric, Metrics
 
+TOPK_IDS = "teacher_topk_ids"
+"""Token column [N, K]: the tokens at each place whose logprobs a loss reads beside that of the token that stands there."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
@@ -26,7 +29,8 @@ class LossInputs:
     logprobs: [N], with gradient, of each token under the policy being trained. mask: bool [N], the tokens that count.
     lengths: int64 [B]. columns: the batch's tensors by name, token level [N] or row level [B], without gradient.
     entropy: [N] of the policy's distribution at each token, where the engine gives it. groups: int64 [B], the same for rows
-    of one group; a loss that is marked `whole_groups` finds all rows of a group here.
+    of one group; a loss that is marked `whole_groups` finds all rows of a group here. at_topk: [N, K], with gradient, the
+    logprobs of the tokens in column teacher_topk_ids, where the batch has it.
     """
 
     logprobs: Tensor
@@ -35,6 +39,7 @@ class LossInputs:
     columns: Mapping[str, Tensor]
     entropy: Tensor | None = None
     groups: Tensor | None = None
+    at_topk: Tensor | None = None
 
     @property
     def policy_logprobs(self) -> Tensor:
@@ -48,6 +53,13 @@ class LossInputs:
     def row(self, name: str) -> Tensor:
         """Row column `name`, [B], on each counted token of its row, [N]. Raises ColumnError if the batch lacks it."""
         return keep(torch.repeat_interleave(self._column(name), self.lengths), self.mask)
+
+    @property
+    def topk_logprobs(self) -> Tensor:
+        """`at_topk`, 0 where masked. Raises ColumnError if the batch lacks column teacher_topk_ids."""
+        self._column(TOPK_IDS)
+        assert self.at_topk is not None, f"the engine looks up what column {TOPK_IDS} names"
+        return keep(self.at_topk, self.mask)
 
     def of_rows(self, name: str) -> Tensor:
         """Row column `name` as it is, [B]. Raises ColumnError if the batch lacks it."""
@@ -94,9 +106,12 @@ def scope_of(function: Callable[..., Any]) -> TermScope:
 
 
 def keep(values_N: Tensor, mask_N: Tensor) -> Tensor:
-    """`values_N` in float32 or better where `mask_N` is true and exactly 0 elsewhere, whatever stands there (NaN too)."""
+    """`values_N` in float32 or better where `mask_N` is true and exactly 0 elsewhere, whatever stands there (NaN too).
+
+    Values may have more dimensions, [N, ...].
+    """
     values_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
-    return torch.where(mask_N, values_N, 0.0)
+    return torch.where(mask_N.reshape(-1, *(1,) * (values_N.ndim - 1)), values_N, 0.0)
 
 
 def masked_mean(values_N: Tensor, mask_N: Tensor) -> Metric:

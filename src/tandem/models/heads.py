@@ -1,10 +1,11 @@
 """From hidden states to log-probabilities: the output layer, and the one place where tokens are shifted.
 
-`next_logprobs` gives rollout the whole distribution; `token_logprobs` gives training the sampled tokens' part of it,
-with the same bits and without ever holding the logits of a whole batch. `row_logprobs` is the only function of Tandem
-that knows that hidden state t - 1 predicts token t. Nothing here knows of losses.
+`next_logprobs` gives rollout the whole distribution; `token_logprobs` gives training the part of it that tokens of its
+choice have, and `top_logprobs` the likeliest tokens, with the same bits and without ever holding the logits of a whole
+batch. `row_logprobs` and `row_top` are the only functions of Tandem that know that hidden state t - 1 predicts token t.
+Nothing here knows of losses.
 
-Legend: M rows, V vocabulary, D width, B rows of a batch, T padded time.
+Legend: M rows, V vocabulary, D width, K tokens looked up at one place, B rows of a batch, T padded time.
 """
 
 from __future__ import annotations
@@ -45,38 +46,94 @@ def token_logprobs(
     chunk_rows: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each row's target and, when asked, the entropy of its distribution: float32 [M] each.
+    """Log-probability of each row's targets and, when asked, the entropy of its distribution: float32, [M] the latter.
 
-    hidden [M, D], targets int64 [M], temperature [M] (0 counts as 1). Both results are differentiable in hidden and in
-    the output layer. Logits exist for `chunk_rows` rows at a time (by default for CHUNK_LOGITS logits) and are computed
-    again in the backward pass. Neither the chunks nor the other rows change a row's bits: they are `next_logprobs`'s.
+    hidden [M, D], targets int64 [M] or [M, K], and the logprobs of their shape; temperature [M] (0 counts as 1). Both results
+    are differentiable in hidden and in the output layer. Logits exist for `chunk_rows` rows at a time (by default for
+    CHUNK_LOGITS logits) and are computed again in the backward pass. Neither the chunks nor the other rows change a row's
+    bits: they are `next_logprobs`'s.
     """
     weight, rows = decoder.output_weight, hidden.shape[0]
-    step = padded(chunk_rows or CHUNK_LOGITS // weight.shape[0], ROWS)
-    args = (_pad_rows(hidden), weight, _pad_rows(targets), _divisor(temperature), step, with_entropy)
+    step, sought = _chunk(weight, chunk_rows), targets if targets.ndim == 2 else targets[:, None]
+    args = (
+        _pad_rows(hidden),
+        weight,
+        _pad_rows(sought),
+        _divisor(temperature),
+        step,
+        with_entropy,
+    )
     logprobs, entropy = cast("tuple[Tensor, Tensor]", _TokenLogprobs.apply(*args))
-    return logprobs[:rows], entropy[:rows] if with_entropy else None
+    return logprobs[:rows].reshape(targets.shape), entropy[:rows] if with_entropy else None
+
+
+def top_logprobs(
+    decoder: Decoder, hidden: Tensor, temperature: Tensor, top: int, *, chunk_rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `top` likeliest tokens of each row's distribution, likeliest first: int64 and float32 [M, top], without gradient.
+
+    hidden [M, D], temperature [M] (0 counts as 1). Logits exist for `chunk_rows` rows at a time. Raises ColumnError for a
+    `top` that is not in [1, V].
+    """
+    weight, rows = decoder.output_weight.detach(), hidden.shape[0]
+    if not 1 <= top <= weight.shape[0]:
+        raise ColumnError(f"top={top} likeliest tokens are asked for, of a vocabulary of {weight.shape[0]}")
+    hidden, divisor, step = _pad_rows(hidden.detach()), _divisor(temperature), _chunk(weight, chunk_rows)
+    ids, logprobs = torch.empty(len(hidden), top, dtype=torch.int64), torch.empty(len(hidden), top)
+    for start in range(0, len(hidden), step):
+        part = slice(start, start + step)
+        logprobs[part], ids[part] = _logprobs(hidden[part], weight, divisor[part]).topk(top)
+    return ids[:rows], logprobs[:rows]
 
 
 def row_logprobs(
-    decoder: Decoder, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: Tensor, with_entropy: bool = False
+    decoder: Decoder,
+    tokens: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    temperature: Tensor,
+    with_entropy: bool = False,
+    targets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of tokens[b, t] given tokens[b, :t] where `mask` is true, and 0 elsewhere: float32 [B, T].
 
     tokens int64 [B, T], padded on the right with any token; lengths int64 [B]; mask bool [B, T]; temperature [B]. Only
     masked positions go through the output layer. The second result is the entropy of the same distributions, when asked.
-    Raises ColumnError where the mask is true at position 0, which nothing predicts, or past a row's length.
+    targets: int64 [B, T, K], tokens to look up at each place instead of the one that stands there; the first result is
+    [B, T, K] then. Raises ColumnError where the mask is true at position 0, which nothing predicts, or past a row's length.
     """
+    at, hidden = _predicting(decoder, tokens, lengths, mask)
+    sought = tokens if targets is None else targets
+    logprobs, entropy = token_logprobs(decoder, hidden, sought[at], temperature[at[0]], with_entropy=with_entropy)
+    placed = torch.zeros(sought.shape).index_put(at, logprobs)
+    return placed, None if entropy is None else torch.zeros(tokens.shape).index_put(at, entropy)
+
+
+def row_top(
+    decoder: Decoder, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: Tensor, top: int
+) -> tuple[Tensor, Tensor]:
+    """`top_logprobs` of the distribution at each masked place of rows as `row_logprobs` takes them: [B, T, top], 0 elsewhere."""
+    with torch.no_grad():
+        at, hidden = _predicting(decoder, tokens, lengths, mask)
+        ids, logprobs = top_logprobs(decoder, hidden, temperature[at[0]], top)
+        shape = (*tokens.shape, top)
+        return torch.zeros(shape, dtype=torch.int64).index_put(at, ids), torch.zeros(shape).index_put(at, logprobs)
+
+
+def _predicting(decoder: Decoder, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """The masked places (b, t), and the hidden state [M, D] that predicts each: the one before it."""
     place = torch.arange(tokens.shape[1])
     wrong = mask & ((place == 0) | (place >= lengths[:, None]))
     if wrong.any():
         b, t = (int(i) for i in wrong.nonzero()[0])
         raise ColumnError(f"row {b} has its mask true at position {t}, but only 1 to {int(lengths[b]) - 1} are predicted by tokens")
     b, t = mask.nonzero().unbind(1)
-    hidden = decoder.prefill(tokens[:, : max(tokens.shape[1] - 1, 1)])[b, t - 1]
-    logprobs, entropy = token_logprobs(decoder, hidden, tokens[b, t], temperature[b], with_entropy=with_entropy)
-    zeros = torch.zeros(tokens.shape)
-    return zeros.index_put((b, t), logprobs), None if entropy is None else zeros.index_put((b, t), entropy)
+    return (b, t), decoder.prefill(tokens[:, : max(tokens.shape[1] - 1, 1)])[b, t - 1]
+
+
+def _chunk(weight: Tensor, chunk_rows: int | None) -> int:
+    """Rows whose logits are held at a time."""
+    return padded(chunk_rows or CHUNK_LOGITS // weight.shape[0], ROWS)
 
 
 def _pad_rows(x: Tensor) -> Tensor:
@@ -95,18 +152,18 @@ def _logprobs(hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Rows are padded. Gives log-probabilities and entropies (empty unless asked for)."""
+    """Rows are padded, targets [M, K]. Gives log-probabilities [M, K] and entropies (empty unless asked for)."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor, step: int, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         rows = hidden.shape[0]
-        logprobs, entropy = torch.empty(rows), torch.empty(rows if with_entropy else 0)
+        logprobs, entropy = torch.empty(targets.shape), torch.empty(rows if with_entropy else 0)
         for start in range(0, rows, step):
             part = slice(start, start + step)
             all_logprobs = _logprobs(hidden[part], weight, divisor[part])
-            logprobs[part] = all_logprobs.gather(1, targets[part, None])[:, 0]
+            logprobs[part] = all_logprobs.gather(1, targets[part])
             if with_entropy:
                 entropy[part] = -(all_logprobs.exp() * all_logprobs).sum(1)
         ctx.save_for_backward(hidden, weight, targets, divisor, entropy)
@@ -115,20 +172,20 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """With z = logits / temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy)."""
+        """With z = logits / temperature: d logprob / dz = onehot - p for each target, d entropy / dz = -p (log p + entropy)."""
         hidden, weight, targets, divisor, entropy = ctx.saved_tensors
         for_hidden, for_weight, *_ = ctx.needs_input_grad
-        grad_logprobs, grad_entropy = (grad[:, None] for grad in grads)
+        grad_logprobs, grad_entropy = grads[0], grads[1][:, None]
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         grad_weight = torch.zeros(weight.shape) if for_weight else None
         for start in range(0, hidden.shape[0], ctx.step):
             part = slice(start, start + ctx.step)
             all_logprobs = _logprobs(hidden[part], weight, divisor[part])
             p = all_logprobs.exp()
-            grad = p * -grad_logprobs[part]
+            grad = p * -grad_logprobs[part].sum(1, keepdim=True)
             if entropy.numel():
                 grad -= p * (all_logprobs + entropy[part, None]) * grad_entropy[part]
-            grad.scatter_add_(1, targets[part, None], grad_logprobs[part])
+            grad.scatter_add_(1, targets[part], grad_logprobs[part])
             grad = (grad / divisor[part]).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = numerics.product(grad, weight)

@@ -19,13 +19,15 @@ from torch import Tensor
 
 from tandem.algos.aggregation import aggregate
 from tandem.algos.functions import loss_function
-from tandem.algos.terms import LossInputs
+from tandem.algos.terms import TOPK_IDS, LossInputs, keep
 from tandem.data_proto import DataProto
 from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
 from tandem.ports import Place, WeightLayout, WeightShard, WeightSpec
 from tandem.train.config import TrainConfig, learning_rate
 from tandem.types import LossRef, Metrics
+
+_GIVES = frozenset({"logprobs", "entropy", "top_ids", "top_logprobs"})
 
 
 class FakeTrainEngine:
@@ -37,12 +39,17 @@ class FakeTrainEngine:
         self._updates = self._refused = 0
         self._trouble = ""
 
-    def forward(self, batch: DataProto, want: frozenset[str]) -> DataProto:
-        if not want or want - {"logprobs", "entropy"}:
-            raise ColumnError(f"this engine gives ['entropy', 'logprobs'], and was asked for {sorted(want)}")
+    def forward(self, batch: DataProto, want: frozenset[str], *, top: int = 0) -> DataProto:
+        if not want or want - _GIVES:
+            raise ColumnError(f"this engine gives {sorted(_GIVES)}, and was asked for {sorted(want)}")
         with torch.no_grad():
-            logprobs, entropy = self._predict(batch)
+            predicted, logprobs, entropy = self._predict(batch)
         given = {"logprobs": logprobs, "entropy": entropy}
+        if want & {"top_ids", "top_logprobs"}:
+            if not 1 <= top <= predicted.shape[1]:
+                raise ColumnError(f"top={top} likeliest tokens are asked for, of a vocabulary of {predicted.shape[1]}")
+            top_logprobs, top_ids = predicted.topk(top)
+            given |= {"top_logprobs": keep(top_logprobs, batch["mask"]), "top_ids": torch.where(batch["mask"][:, None], top_ids, 0)}
         return DataProto.make(batch.keys, batch.lengths, token={name: given[name] for name in want})
 
     def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
@@ -63,16 +70,17 @@ class FakeTrainEngine:
 
     def _loss(self, batch: DataProto, loss: LossRef) -> tuple[Tensor, Tensor, Metrics, str]:
         """Logprobs [N], the loss, its metrics, and what is not finite."""
-        logprobs, entropy = self._predict(batch)
-        inputs = LossInputs(logprobs, batch["mask"], batch.lengths, batch.batch, entropy, batch.group_of_row)
+        predicted, logprobs, entropy = self._predict(batch)
+        at_topk = predicted.gather(1, batch[TOPK_IDS]) if TOPK_IDS in batch.columns else None
+        inputs = LossInputs(logprobs, batch["mask"], batch.lengths, batch.batch, entropy, batch.group_of_row, at_topk)
         result = loss_function(loss.name)(inputs, **loss.params)
         sums = {name: aggregate(term, batch["loss_weights"], batch["mask"]) for name, term in result.terms.items()}
         bad = [f"loss term {name!r} is {value.item()}" for name, value in sums.items() if not math.isfinite(value.item())]
         total = torch.stack(list(sums.values())).sum()
         return logprobs, total, result.metrics + Metrics.mean({"loss": total.item()}), bad[0] if bad else ""
 
-    def _predict(self, batch: DataProto) -> tuple[Tensor, Tensor]:
-        """Log-probability of each masked token and entropy of its distribution, [N], 0 elsewhere."""
+    def _predict(self, batch: DataProto) -> tuple[Tensor, Tensor, Tensor]:
+        """The distribution at each place [N, V], then logprob of each masked token and entropy there, [N], 0 elsewhere."""
         tokens, mask = batch["tokens"], batch["mask"]
         starts = torch.tensor(batch.offsets[:-1], dtype=torch.int64)[batch.lengths > 0]
         if bool(mask[starts].any()):
@@ -82,7 +90,7 @@ class FakeTrainEngine:
         predicted = logits.log_softmax(1)
         entropy = -(predicted.exp() * predicted).sum(1)
         logprobs = predicted.gather(1, tokens[:, None])[:, 0]
-        return torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
+        return predicted, torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
 
     def step(self) -> Metrics:
         if self.table.grad is None and not self._trouble:

@@ -24,19 +24,19 @@ from torch import Tensor
 
 from tandem.algos.aggregation import aggregate
 from tandem.algos.functions import loss_function
-from tandem.algos.terms import LossInputs, TokenLoss, keep, scope_of
+from tandem.algos.terms import TOPK_IDS, LossInputs, TokenLoss, keep, scope_of
 from tandem.data_proto import DataProto
 from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
 from tandem.faults import crash_point
 from tandem.models.decoder import Decoder
-from tandem.models.heads import row_logprobs
+from tandem.models.heads import row_logprobs, row_top
 from tandem.ports import Place, WeightLayout, WeightShard, WeightSpec
 from tandem.train.config import TrainConfig, learning_rate
 from tandem.train.micro_batches import micro_batches
 from tandem.types import LossRef, Metrics
 
-GIVES = frozenset({"logprobs", "entropy"})
+GIVES = frozenset({"logprobs", "entropy", "top_ids", "top_logprobs"})
 
 _FORMAT = 1
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "engine.json"
@@ -63,17 +63,21 @@ class TorchEngine:
 
     # --------------------------------------------------------------------------------------------- passes
 
-    def forward(self, batch: DataProto, want: frozenset[str]) -> DataProto:
+    def forward(self, batch: DataProto, want: frozenset[str], *, top: int = 0) -> DataProto:
         """See ports.TrainEngine. Rows without a masked token do not pass through the model."""
         if not want or want - GIVES:
             raise ColumnError(f"this engine gives {sorted(GIVES)}, and was asked for {sorted(want)}")
-        out = {name: torch.zeros(batch.num_tokens) for name in want}
+        out = {name: torch.zeros(batch.num_tokens, *(top,) * name.startswith("top_")) for name in want}
+        out |= {name: values.long() for name, values in out.items() if name == "top_ids"}
         for at, part in self._passes(batch):
             with torch.no_grad():
-                logprobs, entropy = self._logprobs(part, with_entropy="entropy" in want)
-            for name, values in (("logprobs", logprobs), ("entropy", entropy)):
-                if name in want:
-                    out[name][at] = cast("Tensor", values)
+                given: dict[str, Tensor | None] = {}
+                if want & {"logprobs", "entropy"}:
+                    given["logprobs"], given["entropy"], _ = self._logprobs(part, with_entropy="entropy" in want)
+                if want & {"top_ids", "top_logprobs"}:
+                    given["top_ids"], given["top_logprobs"] = (found[part.valid()] for found in row_top(*self._padded(part), top))
+            for name in want:
+                out[name][at] = cast("Tensor", given[name])
         return DataProto.make(batch.keys, batch.lengths, token=out)
 
     def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
@@ -108,8 +112,8 @@ class TorchEngine:
         """What the loss makes of each micro-batch, one after the other, so that one graph lives at a time."""
         function = loss_function(loss.name)
         for at, part in self._passes(batch, whole_groups=scope_of(function) == "group"):
-            logprobs, entropy = self._logprobs(part, with_entropy=True)
-            inputs = LossInputs(logprobs, part["mask"], part.lengths, part.batch, entropy, part.group_of_row)
+            logprobs, entropy, at_topk = self._logprobs(part, with_entropy=True)
+            inputs = LossInputs(logprobs, part["mask"], part.lengths, part.batch, entropy, part.group_of_row, at_topk)
             result = function(inputs, **loss.params)
             sums = {name: aggregate(term, part["loss_weights"], part["mask"]) for name, term in result.terms.items()}
             finite = all(math.isfinite(value.item()) for value in sums.values())
@@ -143,13 +147,20 @@ class TorchEngine:
                 ),
             )
 
-    def _logprobs(self, part: DataProto, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Packed [N], of a batch that is padded to [B, T] on the way."""
+    def _logprobs(self, part: DataProto, *, with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Packed logprobs [N], entropy [N], and logprobs [N, K] of column teacher_topk_ids where the batch has it."""
         valid = part.valid()
-        logprobs, entropy = row_logprobs(
-            self.decoder, part.pad("tokens"), part.lengths, part.pad("mask"), part["temperature"], with_entropy
-        )
-        return logprobs[valid], None if entropy is None else entropy[valid]
+        if TOPK_IDS not in part.columns:
+            logprobs, entropy = row_logprobs(*self._padded(part), with_entropy)
+            return logprobs[valid], None if entropy is None else entropy[valid], None
+        targets = torch.cat([part["tokens"][:, None], part[TOPK_IDS]], 1)
+        padded = part.with_columns(token={TOPK_IDS: targets}).pad(TOPK_IDS)
+        logprobs, entropy = row_logprobs(*self._padded(part), with_entropy, padded)
+        return logprobs[valid][:, 0], None if entropy is None else entropy[valid], logprobs[valid][:, 1:]
+
+    def _padded(self, part: DataProto) -> tuple[Decoder, Tensor, Tensor, Tensor, Tensor]:
+        """The model, and the batch as the output heads take it, [B, T]."""
+        return self.decoder, part.pad("tokens"), part.lengths, part.pad("mask"), part["temperature"]
 
     # ---------------------------------------------------------------------------------------------- steps
 

@@ -1,0 +1,99 @@
+"""Losses against a teacher as the update calls them: on looked-up logprobs, against the golden numbers of whole logits."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.algos.aggregation import aggregate, loss_weights
+from tandem.algos.distillation import generalized_jsd, jsd_distillation, topk_distillation
+from tandem.algos.table import configure
+from tandem.algos.terms import LossInputs
+from tandem.errors import ColumnError, ConfigError
+
+GOLDEN = Path(__file__).parents[1] / "golden/cases"
+
+
+def inputs(student_NK: Tensor, teacher_NK: Tensor, mask: Tensor) -> LossInputs:
+    columns = {"teacher_topk_ids": torch.zeros_like(teacher_NK, dtype=torch.int64), "teacher_topk_logprobs": teacher_NK}
+    return LossInputs(torch.zeros(len(mask)), mask, torch.tensor([len(mask)]), columns, at_topk=student_NK)
+
+
+def cases(kind: str) -> list[dict[str, Any]]:
+    return json.loads((GOLDEN / f"distillation__{kind}.json").read_text())
+
+
+@pytest.mark.parametrize("case", cases("distillation"), ids=lambda case: case["id"])
+def test_the_loss_on_looked_up_logprobs_is_the_golden_one(case: dict[str, Any]) -> None:
+    logits = torch.tensor(case["inputs"]["student_logits"], dtype=torch.float64).flatten(0, 1).requires_grad_()
+    teacher = torch.tensor(case["inputs"]["teacher_topk_logprobs"], dtype=torch.float64).flatten(0, 1)
+    ids = torch.tensor(case["inputs"]["teacher_topk_ids"]).long().flatten(0, 1)
+    mask = torch.tensor(case["inputs"]["mask"]).bool().flatten()
+    params = case["params"]
+    how: dict[str, Any] = {"direction": params["kl_type"], "floor": params["kl_type"] == "forward"}
+    if "mixed_kl_weight" in params:
+        how["mixed_weight"] = params["mixed_kl_weight"]
+    looked_up = logits.log_softmax(-1).gather(1, ids)
+    garbage = torch.where(mask[:, None], looked_up, torch.nan)
+    result = topk_distillation(inputs(garbage, torch.where(mask[:, None], teacher, torch.inf), mask), **how)
+    total = aggregate(result.loss, loss_weights(mask, torch.tensor([len(mask)])).double(), mask)
+    assert total.item() == pytest.approx(case["outputs"]["loss"], rel=1e-5, abs=1e-6)
+    assert 0 < result.metrics["student_mass"].value <= 1
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_the_divergence_is_exact_on_the_whole_vocabulary_and_never_above_it(beta: float) -> None:
+    seeded = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(6, 9, generator=seeded, dtype=torch.float64).requires_grad_()
+    teacher_logits = 2 * torch.randn(6, 9, generator=seeded, dtype=torch.float64)
+    teacher, ids = teacher_logits.log_softmax(-1).topk(9)
+    mask = torch.tensor([True, True, False, True, True, True])
+    want = generalized_jsd(logits, teacher_logits, jsd_beta=beta)[mask]
+    got: list[Tensor] = []
+    for top in (9, 4, 1):
+        student = logits.log_softmax(-1).gather(1, ids[:, :top])
+        got.append(jsd_distillation(inputs(student, teacher[:, :top], mask), jsd_beta=beta).loss)
+    torch.testing.assert_close(got[0][mask], want, atol=1e-5, rtol=0)
+    for more, fewer in pairwise(got):  # merging tokens never makes a divergence larger
+        assert bool((fewer[mask] <= more[mask] + 1e-6).all())
+        assert bool((fewer[mask] >= 0).all())
+        assert bool((fewer[~mask] == 0).all())
+    exact, found = (torch.autograd.grad(each.sum(), logits, retain_graph=True)[0] for each in (want, got[0]))
+    torch.testing.assert_close(found, exact, atol=1e-4, rtol=0)
+
+
+def test_a_batch_without_the_teacher_s_tokens_is_refused() -> None:
+    ones = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(ColumnError, match="teacher_topk_ids"):
+        topk_distillation(LossInputs(torch.zeros(1), ones.bool(), ones, {}))
+
+
+def test_what_each_row_reads_says_where_its_responses_come_from() -> None:
+    teacher = {"teacher_topk_ids", "teacher_topk_logprobs"}
+    every = {"tokens", "mask", "temperature"}
+    assert configure("kd").needs == configure("gkd").needs == every | teacher
+    assert configure("opd_topk").needs == configure("opd_jsd").needs == every | teacher | {"rollout_logprobs"}
+    assert configure("opd_loss").needs == every | {"teacher_logprobs", "rollout_logprobs"}
+    assert "teacher_logprobs" in configure("grpo_opd").needs
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "says"),
+    [
+        ("kd", {"topk": 0}, "topk must be at least 1"),
+        ("gkd", {"topk": -1}, "topk must be at least 1"),
+        ("kd", {"distillation_coef": -1.0}, "must not be negative"),
+        ("kd", {"mixed_weight": 2.0}, r"in \[0, 1\]"),
+        ("gkd", {"jsd_beta": 1.5}, r"in \[0, 1\]"),
+        ("opd_loss", {"distillation_estimator": "k1", "distillation_gradient": "direct"}, "does not work inside a loss"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_reason(name: str, params: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        configure(name, params)
