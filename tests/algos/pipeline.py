@@ -15,11 +15,19 @@ from tandem.algos.columns import credit, derive, derived_columns, loss_ref, step
 from tandem.algos.functions import loss_function
 from tandem.algos.segments import row_counts
 from tandem.algos.table import ALGORITHMS, configure
-from tandem.algos.terms import LossInputs
+from tandem.algos.terms import LossInputs, TokenLoss
 from tandem.types import Algorithm
 
 Rows = dict[str, Tensor]
-"""Columns by name: of tokens [N] or of rows [B], with `mask` [N], `lengths` [B] and `groups` [B]. A row is an episode."""
+"""Columns by name: of rows [B] those of OF_ROWS, of tokens [N] all others. `mask` and `lengths` are always there, and
+`episode` where an episode has several rows, which then share their other columns of rows."""
+
+OF_ROWS = frozenset(
+    {
+        *("lengths", "groups", "episode", "temperature", "chosen"),
+        *("rewards", "reward_baselines", "reward_components", "token_counts"),
+    }
+)
 
 REQUIRED: dict[str, dict[str, Any]] = {"dr_grpo": {"length_constant": 8.0}}
 POLICY = [name for name, row in ALGORITHMS.items() if row.advantage is not None]
@@ -30,25 +38,45 @@ def algorithm(name: str, **params: Any) -> Algorithm:
     return configure(name, {**REQUIRED.get(name, {}), **params})
 
 
+def with_credit(chosen: Algorithm, rows: Rows) -> Rows:
+    """With the advantages, and what they are made from."""
+    if "token_rewards" in derived_columns(chosen):
+        rows = {**rows, "token_rewards": derive(chosen, "token_rewards", rows)[0]}
+    ids = rows.get("episode", torch.arange(len(rows["lengths"]))).tolist()
+    first = {episode: row for row, episode in reversed([*enumerate(ids)])}
+    place = {episode: i for i, episode in enumerate(first)}
+    episode_B = torch.tensor([place[episode] for episode in ids], dtype=torch.int64)
+    episodes = {name: column[list(first.values())] for name, column in rows.items() if name in OF_ROWS}
+    counts_B = row_counts(rows["mask"], rows["lengths"])
+    episodes["token_counts"] = counts_B.new_zeros(len(first)).index_add(0, episode_B, counts_B)
+    return {**rows, **credit(chosen, rows, episodes, episode_B)}
+
+
+def with_choices(chosen: Algorithm, rows: Rows) -> Rows:
+    """With the other columns that are made of a whole batch: corrections, and tokens chosen by their covariance."""
+    for name in derived_columns(chosen).keys() - {"token_rewards"}:
+        rows = {**rows, name: derive(chosen, name, rows)[0]}
+    return rows
+
+
 def with_columns(chosen: Algorithm, rows: Rows) -> Rows:
-    """With what is made of the whole batch before it is split: rewards of tokens, advantages, choices, weights."""
+    """With all that is made of the whole batch before it is split, the weights of the tokens last."""
     if chosen.advantage is not None:
-        columns = derived_columns(chosen).keys()
-        if "token_rewards" in columns:
-            rows = {**rows, "token_rewards": derive(chosen, "token_rewards", rows)[0]}
-        episodes = {**rows, "token_counts": row_counts(rows["mask"], rows["lengths"])}
-        rows = {**rows, **credit(chosen, rows, episodes, torch.arange(len(rows["lengths"])))}
-        for name in columns - {"token_rewards"}:
-            rows = {**rows, name: derive(chosen, name, rows)[0]}
+        rows = with_choices(chosen, with_credit(chosen, rows))
     return {**rows, **step_columns(chosen, rows)}
+
+
+def token_loss(chosen: Algorithm, rows: Rows, logprobs: Tensor) -> TokenLoss:
+    """What each token costs, and metrics."""
+    loss = loss_ref(chosen)
+    columns = {name: rows[name] for name in rows if name != "correction" or "correction" in chosen.needs}
+    inputs = LossInputs(logprobs, rows["mask"], rows["lengths"], columns, groups=rows["groups"])
+    return loss_function(loss.name)(inputs, **loss.params)
 
 
 def step_loss(chosen: Algorithm, rows: Rows, logprobs: Tensor) -> Tensor:
     """The loss of these rows, a scalar: of a whole step, or of the part that a micro-batch holds."""
-    loss = loss_ref(chosen)
-    columns = {name: rows[name] for name in rows if name != "correction" or "correction" in chosen.needs}
-    result = loss_function(loss.name)(LossInputs(logprobs, rows["mask"], rows["lengths"], columns), **loss.params)
-    return aggregate(result.loss, rows["loss_weights"], rows["mask"])
+    return aggregate(token_loss(chosen, rows, logprobs).loss, rows["loss_weights"], rows["mask"])
 
 
 def gradient(chosen: Algorithm, rows: Rows) -> tuple[float, Tensor]:

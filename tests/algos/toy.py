@@ -108,8 +108,3 @@ class Toy:
 def along(estimate: Tensor, truth: Tensor) -> float:
     """How much of the true gradient the estimate has: 1 is all of it, below 0 points away from it."""
     return float(estimate @ truth / (truth @ truth))
-
-
-def across(estimate: Tensor, truth: Tensor) -> float:
-    """The length of what points elsewhere, over that of the true gradient."""
-    return float((estimate - along(estimate, truth) * truth).norm() / truth.norm())

@@ -8,7 +8,11 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from tandem.agents.single_turn import SingleTurn
+from tandem.algos.composition import inputs_of
+from tandem.algos.functions import advantage_functions
 from tandem.algos.table import ALGORITHMS
 from tandem.data.fake import FakeDataset
 from tandem.data_proto import DataProto
@@ -119,13 +123,12 @@ def test_a_group_that_is_too_small_is_dropped_and_gives_its_slot_back() -> None:
     check_a_group_that_is_too_small_is_dropped_and_gives_its_slot_back()
 
 
-WITHOUT_GROUPS = {"reinforce", "reinforce_pp", "flash_reinforce", "remax", "sppo", "ppo", "vapo", "opd", "sft"}
-
-
-def test_every_group_baseline_needs_two() -> None:
-    assert {row.name: row.min_episodes for row in ALGORITHMS.values()} == {
-        row.name: 2 if row.name not in WITHOUT_GROUPS else 1 for row in ALGORITHMS.values()
-    }
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_compares_the_episodes_of_a_group_needs_two(name: str) -> None:
+    """A group is dropped with fewer; what reads no groups trains on each episode that is left."""
+    row = ALGORITHMS[name]
+    functions = advantage_functions(row.advantage) if row.advantage is not None else ()
+    assert row.min_episodes == (2 if any("groups_B" in inputs_of(each) for each in functions) else 1)
 
 
 def test_evaluation_counts_failures_apart() -> None:

@@ -21,6 +21,7 @@ from tandem.algos.segments import (
     next_in_row,
     on_tokens,
     row_counts,
+    row_max,
     row_mean,
 )
 from tandem.algos.terms import keep
@@ -126,12 +127,14 @@ def process_and_outcome(
 ) -> Credit:
     """Leave-one-out over rows for a dense process reward and for the outcome, summed (PRIME, arXiv 2502.01456).
 
-    For each source r with mask s (the process on counted tokens, the outcome on a row's last one), n rows in group g:
+    For each source r with mask s (the process on counted tokens, the outcome on a row's last one), n rows with a counted token
+    in group g:
     mu_i = mean_s r, b_g = sum_(j in g) mu_j / (n - 1), v_t = coef (r_t n / (n - 1) - b_g) where s; A_t = G_t = sum_(k >= t) v_k.
     `whiten` follows. A row without companions has no baseline and gets 0.
     """
-    groups = Groups(groups_B)
-    others = (groups.size - 1).clamp(min=1)
+    groups, counted_B = Groups(groups_B), row_counts(mask_N, lengths_B) > 0
+    num_B = groups.sum(counted_B.double())
+    others = (num_B - 1).clamp(min=1)
     last_N = last_counted(mask_N, lengths_B)
     total = torch.zeros_like(keep(process_rewards_N, mask_N))
     sources = (
@@ -139,11 +142,13 @@ def process_and_outcome(
         (outcome_coef, on_tokens(rewards_B, lengths_B), last_N),
     )
     for coef, source_N, where_N in sources:
-        mean_B = row_mean(source_N, where_N, lengths_B)
-        baseline_B = groups.sum(mean_B) / others.to(mean_B.dtype)
-        scale_B = (groups.size / others).to(mean_B.dtype)
-        value_N = coef * (keep(source_N, where_N) * on_tokens(scale_B, lengths_B) - on_tokens(baseline_B, lengths_B))
-        total = total + keep(value_N, where_N & on_tokens(groups.size > 1, lengths_B))
+        # The lowest of the group is taken out first, so that equal ones give exactly 0.
+        lowest_B = groups.lowest(torch.where(counted_B, -row_max(-source_N, where_N, lengths_B), torch.inf))
+        shifted_N = keep(source_N - on_tokens(lowest_B, lengths_B), where_N)
+        baseline_B = groups.sum(row_mean(shifted_N, where_N, lengths_B)) / others.to(shifted_N.dtype)
+        scale_B = (num_B / others).to(shifted_N.dtype)
+        value_N = coef * (shifted_N * on_tokens(scale_B, lengths_B) - on_tokens(baseline_B, lengths_B))
+        total = total + keep(value_N, where_N & on_tokens(num_B > 1, lengths_B))
     returns = discounted_sums(total, mask_N, lengths_B, 1.0)
     return Credit(returns, returns)
 
@@ -161,7 +166,8 @@ def optimal_token_baseline(
     """A_t = G_t - B_t, B_t = sum_(j in g) G_j W_j / (sum_(j in g) W_j + baseline_eps) at the same position (verl's OTB).
 
     W_t is the sum over k <= t of 1 - 2 exp(old_k) + sum_pi_squared_k, the squared length of the score so far, over
-    the rows that reach the position. Positions that only the longest row of a group reaches have B = 0.
+    the rows that reach the position. Positions that only the longest row of a group reaches have B = 0; a row without
+    companions has no baseline and gets 0.
 
     sum_pi_squared_N: [N], sum over the vocabulary of the policy's squared probabilities at each token.
     """
@@ -179,7 +185,8 @@ def optimal_token_baseline(
     baseline_BT = share_BB @ (returns_BT * weight_BT) / (share_BB @ weight_BT + baseline_eps)
     reached_BT = share_BB @ inside_BT.to(returns.dtype) > 1
     baseline_N = torch.zeros_like(returns).masked_scatter(mask_N, torch.where(reached_BT, baseline_BT, 0.0)[inside_BT])
-    return Credit(keep(returns - baseline_N, mask_N), returns)
+    alone_B = share_BB @ (counts_B > 0).to(share_BB.dtype) < 2
+    return Credit(keep(returns - baseline_N, mask_N & ~on_tokens(alone_B, lengths_B)), returns)
 
 
 def reverse_kl(
