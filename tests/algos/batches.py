@@ -93,6 +93,9 @@ def make_batch(
         "logprobs": near(old, spread),
         "ref_logprobs": near(old, 0.3),
         "teacher_logprobs": near(old, 0.3),
+        "teacher_topk_ids": torch.arange(3 * total).view(total, 3),
+        "teacher_topk_logprobs": -torch.rand(total, 3, generator=seeded, dtype=torch.float64) - 1.2,
+        "topk_logprobs": -torch.rand(total, 3, generator=seeded, dtype=torch.float64) - 1.2,
         "values": drawn(total),
         "process_rewards": drawn(total),
         "sum_pi_squared": torch.rand(total, generator=seeded, dtype=torch.float64),
@@ -166,8 +169,9 @@ class Layout:
         """A column of tokens."""
         index = torch.tensor([-1 if token is None else token for token in self.tokens], dtype=torch.int64)
         if not len(column):
-            return column.new_full((len(index),), fill)
-        return torch.where(index < 0, torch.tensor(fill, dtype=column.dtype), column[index.clamp(min=0)])
+            return column.new_full((len(index), *column.shape[1:]), fill)
+        new = (index < 0).reshape(-1, *(1,) * (column.ndim - 1))
+        return torch.where(new, torch.tensor(fill, dtype=column.dtype), column[index.clamp(min=0)])
 
 
 def filled(name: str, dtype: torch.dtype, garbage: float) -> float:
@@ -215,9 +219,7 @@ def draw_observations(draw: st.DataObject, rows: Rows) -> Layout:
 
 def under_the_mask(rows: Rows, garbage: float) -> Rows:
     """The same with garbage in every masked token."""
-    return {
-        name: column
-        if name in OF_ROWS or name == "mask"
-        else torch.where(rows["mask"], column, torch.tensor(filled(name, column.dtype, garbage), dtype=column.dtype))
-        for name, column in rows.items()
-    }
+    layout = layout_of(rows)
+    counts = iter(rows["mask"].tolist())
+    masked = Layout([(row, [token if next(counts) else None for token in tokens]) for row, tokens in layout.rows])
+    return masked.of(rows, garbage)

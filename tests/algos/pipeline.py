@@ -66,23 +66,22 @@ def with_columns(chosen: Algorithm, rows: Rows) -> Rows:
     return {**rows, **step_columns(chosen, rows)}
 
 
-def token_loss(chosen: Algorithm, rows: Rows, logprobs: Tensor) -> TokenLoss:
+def token_loss(chosen: Algorithm, rows: Rows, logprobs: Tensor, at_topk: Tensor | None = None) -> TokenLoss:
     """What each token costs, and metrics."""
     loss = loss_ref(chosen)
     columns = {name: rows[name] for name in rows if name != "correction" or "correction" in chosen.needs}
-    inputs = LossInputs(logprobs, rows["mask"], rows["lengths"], columns, groups=rows["groups"])
+    inputs = LossInputs(logprobs, rows["mask"], rows["lengths"], columns, groups=rows["groups"], at_topk=at_topk)
     return loss_function(loss.name)(inputs, **loss.params)
 
 
-def step_loss(chosen: Algorithm, rows: Rows, logprobs: Tensor) -> Tensor:
+def step_loss(chosen: Algorithm, rows: Rows, logprobs: Tensor, at_topk: Tensor | None = None) -> Tensor:
     """The loss of these rows, a scalar: of a whole step, or of the part that a micro-batch holds."""
-    return aggregate(token_loss(chosen, rows, logprobs).loss, rows["loss_weights"], rows["mask"])
+    return aggregate(token_loss(chosen, rows, logprobs, at_topk).loss, rows["loss_weights"], rows["mask"])
 
 
 def gradient(chosen: Algorithm, rows: Rows) -> tuple[float, Tensor]:
-    """The loss, and its gradient [N] in column `logprobs`."""
-    logprobs = rows["logprobs"].clone().requires_grad_()
-    total = step_loss(chosen, rows, logprobs)
-    total.backward()
-    assert logprobs.grad is not None
-    return total.item(), logprobs.grad
+    """The loss, and its gradient [N, 1 + K] in column `logprobs` and in the policy's logprobs of K more tokens."""
+    logprobs, at_topk = (rows[name].clone().requires_grad_() for name in ("logprobs", "topk_logprobs"))
+    total = step_loss(chosen, rows, logprobs, at_topk)
+    of_token, of_topk = torch.autograd.grad(total, (logprobs, at_topk), allow_unused=True, materialize_grads=True)
+    return total.item(), torch.cat([of_token[:, None], of_topk], 1)

@@ -1,4 +1,4 @@
-"""What holds for every row of the table and every correction: garbage under the mask, order, splits, precision, bad input."""
+"""What a row, an estimator or a correction of the table does with its parameters, and what it refuses; laws are in tests/laws."""
 
 from __future__ import annotations
 
@@ -6,145 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tandem.algos.aggregation import aggregate
-from tandem.algos.columns import credit, credit_gives, derive, derived_columns, loss_ref, step_columns
+from tandem.algos.columns import credit_gives, derived_columns
 from tandem.algos.corrections import combine, token_tis
-from tandem.algos.functions import CORRECTIONS, loss_function
-from tandem.algos.table import ALGORITHMS, configure
-from tandem.algos.terms import LossInputs, keep
+from tandem.algos.functions import CORRECTIONS
 from tandem.errors import ConfigError
-from tandem.types import Algorithm
-
-REQUIRED: dict[str, dict[str, Any]] = {"dr_grpo": {"length_constant": 8.0}}
-POLICY = [name for name, row in ALGORITHMS.items() if row.advantage is not None]
-LENGTHS = torch.tensor([5, 3, 6, 2, 4, 5])
-GROUPS = torch.tensor([3, 9, 3, 9, 3, 9])
-
-Rows = dict[str, Tensor]
+from tests.algos.batches import make_batch
+from tests.algos.pipeline import POLICY, Rows, algorithm, gradient, with_columns
 
 
-def algorithm(name: str, **params: Any) -> Algorithm:
-    return configure(name, {**REQUIRED.get(name, {}), **params})
-
-
-def make_rows(dtype: torch.dtype = torch.float64) -> Rows:
-    """Six rows in two groups, a hole in some of them, every column that some algorithm reads."""
-    seeded = torch.Generator().manual_seed(3)
-    total = int(LENGTHS.sum())
-
-    def normal(scale: float) -> Tensor:
-        return scale * torch.randn(total, generator=seeded, dtype=torch.float64)
-
-    mask = torch.rand(total, generator=seeded) > 0.3
-    mask[LENGTHS.cumsum(0) - 1] = True
-    rollout = -torch.rand(total, generator=seeded, dtype=torch.float64) - 0.1
-    old = rollout + normal(0.05)
-    tokens = {
-        "rollout_logprobs": rollout,
-        "old_logprobs": old,
-        "logprobs": old + normal(0.1),
-        "ref_logprobs": old + normal(0.3),
-        "teacher_logprobs": old + normal(0.3),
-        "values": normal(1),
-        "process_rewards": normal(1),
-        "sum_pi_squared": torch.rand(total, generator=seeded, dtype=torch.float64),
-        "uniforms": torch.rand(total, generator=seeded, dtype=torch.float64),
-    }
-    rows = {"rewards": torch.tensor([1.0, 0, 0.5, 1, 0, 0.25]), "reward_baselines": torch.full((6,), 0.5)}
-    made: Rows = {**tokens, **rows, "reward_components": torch.rand(6, 2, generator=seeded, dtype=torch.float64)}
-    return {
-        **{name: column.to(dtype) for name, column in made.items()},
-        "mask": mask,
-        "lengths": LENGTHS,
-        "groups": GROUPS,
-        "temperature": torch.ones(6),
-        "tokens": torch.zeros(total),
-    }
-
-
-def with_columns(chosen: Algorithm, rows: Rows) -> Rows:
-    """What the pipeline makes of a batch before its update."""
-    columns = derived_columns(chosen)
-    for name in [name for name in columns if name == "token_rewards"]:
-        rows = {**rows, name: derive(chosen, name, rows)[0]}
-    counts = torch.tensor([int(part.sum()) for part in rows["mask"].split(rows["lengths"].tolist())])
-    rows = {**rows, **credit(chosen, rows, {**rows, "token_counts": counts}, torch.arange(len(rows["lengths"])))}
-    for name in columns.keys() - {"token_rewards"}:
-        rows = {**rows, name: derive(chosen, name, rows)[0]}
-    return {**rows, **step_columns(chosen, rows)}
-
-
-def gradient(chosen: Algorithm, rows: Rows) -> tuple[float, Tensor]:
-    loss = loss_ref(chosen)
-    logprobs = rows["logprobs"].clone().requires_grad_()
-    columns = {name: rows[name] for name in rows if name != "correction" or "correction" in chosen.needs}
-    result = loss_function(loss.name)(LossInputs(logprobs, rows["mask"], rows["lengths"], columns), **loss.params)
-    total = aggregate(result.loss, rows["loss_weights"], rows["mask"])
-    total.backward()
-    assert logprobs.grad is not None
-    return total.item(), logprobs.grad
-
-
-def is_token_level(column: Tensor) -> bool:
-    return column.dim() == 1 and len(column) == int(LENGTHS.sum())
-
-
-def select(rows: Rows, chosen: list[int]) -> Rows:
-    """These rows, in this order."""
-    splits = {
-        name: (column.split(LENGTHS.tolist()) if is_token_level(column) else column.unbind(0)) for name, column in rows.items()
-    }
-    return {
-        name: torch.cat([parts[i] for i in chosen]) if is_token_level(rows[name]) else torch.stack([parts[i] for i in chosen])
-        for name, parts in splits.items()
-    }
-
-
-@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("name", POLICY)
-def test_garbage_under_the_mask_reaches_nothing(name: str, garbage: float) -> None:
-    chosen, clean = algorithm(name), make_rows()
-    dirty = {
-        column: torch.where(clean["mask"], values, garbage) if is_token_level(values) and values.is_floating_point() else values
-        for column, values in clean.items()
-    }
-    loss, found = gradient(chosen, with_columns(chosen, clean))
-    same_loss, same = gradient(chosen, with_columns(chosen, dirty))
-    assert same_loss == loss
-    assert torch.equal(same, found)
-    assert not bool(found[~clean["mask"]].any())
-
-
-@pytest.mark.parametrize("name", POLICY)
-def test_the_order_of_rows_changes_nothing(name: str) -> None:
-    chosen, rows, order = algorithm(name), make_rows(), [4, 1, 5, 0, 3, 2]
-    loss, found = gradient(chosen, with_columns(chosen, rows))
-    other_loss, other = gradient(chosen, with_columns(chosen, select(rows, order)))
-    assert other_loss == pytest.approx(loss, rel=1e-6, abs=1e-9)
-    straight = select({"gradient": found}, order)["gradient"]
-    torch.testing.assert_close(other, straight, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", POLICY)
-def test_micro_batches_of_whole_rows_add_up(name: str) -> None:
-    chosen = algorithm(name)
-    rows = with_columns(chosen, make_rows())
-    loss, found = gradient(chosen, rows)
-    parts = [[0], [1, 2, 3], [4, 5]]
-    split = [gradient(chosen, select(rows, part)) for part in parts]
-    assert sum(part for part, _ in split) == pytest.approx(loss, rel=1e-12, abs=1e-12)
-    torch.testing.assert_close(torch.cat([part for _, part in split]), found, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", POLICY)
-def test_float32_is_close_to_float64(name: str) -> None:
-    chosen = algorithm(name)
-    loss, found = gradient(chosen, with_columns(chosen, make_rows()))
-    other_loss, other = gradient(chosen, with_columns(chosen, make_rows(torch.float32)))
-    assert other_loss == pytest.approx(loss, rel=1e-3, abs=1e-5)
-    torch.testing.assert_close(other.double(), found, rtol=1e-3, atol=1e-5)
+def make_rows() -> Rows:
+    """Six rows in two groups, with holes."""
+    lengths = (5, 3, 6, 2, 4, 5)
+    mask = [place % 4 != 1 or place + 1 == length for length in lengths for place in range(length)]
+    return make_batch(lengths, mask=mask, groups=[3, 9, 3, 9, 3, 9], rewards=[1.0, 0, 0.5, 1, 0, 0.25], seed=3)
 
 
 @pytest.mark.parametrize("name", POLICY)
@@ -164,16 +39,7 @@ def test_every_correction_joins_every_ratio(correction: str) -> None:
     plain = with_columns(algorithm("grpo"), make_rows())
     _, found = gradient(chosen, rows)
     _, uncorrected = gradient(algorithm("grpo"), plain)
-    torch.testing.assert_close(found, rows["correction"] * uncorrected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_equal_logprobs_need_no_correction(correction: str) -> None:
-    chosen = algorithm("grpo", correction=correction)
-    rows = make_rows()
-    rows["old_logprobs"] = rows["rollout_logprobs"]
-    made = with_columns(chosen, rows)
-    assert torch.equal(made["correction"], keep(torch.ones_like(made["correction"]), rows["mask"]))
+    torch.testing.assert_close(found, rows["correction"][:, None] * uncorrected, rtol=1e-9, atol=1e-12)
 
 
 def test_the_denominator_is_a_choice() -> None:

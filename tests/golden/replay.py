@@ -24,7 +24,7 @@ from tandem.algos.ratios import log_ratio
 from tandem.algos.segments import row_counts, row_sum
 from tandem.algos.supervised import negative_log_likelihood
 from tandem.algos.terms import LossFunction, LossInputs, TokenLoss, keep
-from tandem.trainer.learner import mismatch
+from tandem.trainer.workers import mismatch
 
 Case = dict[str, Any]
 Params = dict[str, Any]
