@@ -5,7 +5,7 @@ Legend: B rows, N packed tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from tandem.algos.aggregation import aggregate
 from tandem.algos.columns import credit, derive, derived_columns, loss_ref, step_columns
 from tandem.algos.functions import loss_function
 from tandem.algos.segments import row_counts
+from tandem.algos.shaping import Resampling, resampling_probabilities, resampling_weights
 from tandem.algos.table import ALGORITHMS, configure
 from tandem.algos.terms import LossInputs, TokenLoss
 from tandem.types import Algorithm
@@ -26,6 +27,7 @@ OF_ROWS = frozenset(
     {
         *("lengths", "groups", "episode", "temperature", "chosen"),
         *("rewards", "reward_baselines", "reward_components", "token_counts"),
+        "resample_counts",
     }
 )
 
@@ -39,7 +41,7 @@ def algorithm(name: str, **params: Any) -> Algorithm:
 
 
 def with_credit(chosen: Algorithm, rows: Rows) -> Rows:
-    """With the advantages, and what they are made from."""
+    """With the advantages and what they are made from, and how often each episode is drawn anew."""
     if "token_rewards" in derived_columns(chosen):
         rows = {**rows, "token_rewards": derive(chosen, "token_rewards", rows)[0]}
     ids = rows.get("episode", torch.arange(len(rows["lengths"]))).tolist()
@@ -49,7 +51,15 @@ def with_credit(chosen: Algorithm, rows: Rows) -> Rows:
     episodes = {name: column[list(first.values())] for name, column in rows.items() if name in OF_ROWS}
     counts_B = row_counts(rows["mask"], rows["lengths"])
     episodes["token_counts"] = counts_B.new_zeros(len(first)).index_add(0, episode_B, counts_B)
+    if chosen.params["resampling"]:
+        rows = {**rows, "resample_counts": expected_counts(chosen, episodes["rewards"])[episode_B]}
     return {**rows, **credit(chosen, rows, episodes, episode_B)}
+
+
+def expected_counts(chosen: Algorithm, rewards_E: Tensor) -> Tensor:
+    """[E]: on average, where training draws."""
+    method, weight_pow = cast("Resampling", chosen.params["resampling"]), cast("float", chosen.params["resampling_pow"])
+    return len(rewards_E) * resampling_probabilities(resampling_weights(rewards_E, method=method, weight_pow=weight_pow))
 
 
 def with_choices(chosen: Algorithm, rows: Rows) -> Rows:

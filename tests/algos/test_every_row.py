@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.algos.columns import credit_gives, derived_columns
+from tandem.algos.columns import credit_gives, derived_columns, step_columns
 from tandem.algos.corrections import combine, token_tis
 from tandem.algos.functions import CORRECTIONS
 from tandem.errors import ConfigError
-from tests.algos.batches import make_batch
+from tests.algos.batches import Layout, layout_of, make_batch
 from tests.algos.pipeline import POLICY, Rows, algorithm, gradient, with_columns
 
 
@@ -40,6 +40,23 @@ def test_every_correction_joins_every_ratio(correction: str) -> None:
     _, found = gradient(chosen, rows)
     _, uncorrected = gradient(algorithm("grpo"), plain)
     torch.testing.assert_close(found, rows["correction"][:, None] * uncorrected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_a_row_that_is_drawn_k_times_is_as_good_as_k_rows(name: str) -> None:
+    """What is made of a whole batch is made before the draw; the repeated rows are trained on as if each had its own key."""
+    counts = [2, 0, 1, 3, 0, 1]
+    chosen, plain = algorithm(name, resampling="pow"), algorithm(name, resampling=None)
+    assert "resample_counts" in chosen.needs
+    drawn = {**with_columns(plain, make_rows()), "resample_counts": torch.tensor(counts, dtype=torch.float32)}
+    loss, found = gradient(chosen, drawn | step_columns(chosen, drawn))
+    places = layout_of(drawn).rows
+    copies = Layout([place for place, count in zip(places, counts, strict=True) for _ in range(count)])
+    repeated = copies.of(drawn)
+    repeated_loss, each = gradient(plain, repeated | step_columns(plain, repeated))
+    assert repeated_loss == pytest.approx(loss, rel=1e-6)  # weights are float32
+    want = torch.zeros_like(found).index_add(0, torch.tensor(copies.tokens), each)
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-9)
 
 
 def test_the_denominator_is_a_choice() -> None:
@@ -81,6 +98,7 @@ def test_corrections_combine_by_what_all_keep() -> None:
         ("ppo", {"lam": 1.5}, r"in \[0, 1\]"),
         ("kl_cov", {"cov_frac": 0.0}, r"in \(0, 1\]"),
         ("rloo", {"scale": "batch"}, "choose one"),
+        ("grpo", {"resampling": "pow", "resampling_pow": 0.0}, "must be positive"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(name: str, params: dict[str, Any], says: str) -> None:

@@ -114,6 +114,7 @@ CAUSES: dict[str, Cause] = {
     "critic": Cause("below lambda 1 the critic's belief stands for what comes", "hoped for", adds=True),
     "imitation": Cause("what was rewarded is imitated, whether or not it was better than expected", "rewarded", adds=True),
     "process": Cause("the sum of process rewards is another objective", "by its process", adds=True),
+    "resampling": Cause("responses with rewards near 0 are seldom drawn, and hardly pushed away", "less"),
     "teacher": Cause("closeness to a teacher is another objective", "like the teacher", adds=True),
 }
 
@@ -167,6 +168,7 @@ ROWS: dict[str, Row] = {
     "sppo": Row(2, {"own reward": {"advantage": "no_baseline"}}),  # 2 is the derivative of its square
     # with a second model
     "ppo": Row(1, {"whitening": {"advantage": "gae"}, "length": SUM}),
+    "pf_ppo": Row(1, {"resampling": {"resampling": None}, "whitening": {"advantage": "gae"}, "length": SUM}),
     "vapo": Row(1, {"critic": {"lam_policy": 1.0}, "imitation": {"positive_nll_weight": 0.0}, "length": SUM}),
     "prime": Row(5, {"process": {"process_coef": 0.0}, "whitening": {"advantage": "process_and_outcome"}, "length": SUM}),
     **dict.fromkeys(("mopd", "grpo_opd"), Row(OWN, {"teacher": {"distillation_coef": 0.0}, **GRPO.causes})),

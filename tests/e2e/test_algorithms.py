@@ -34,6 +34,7 @@ logs: []
 """
 MISSING = {
     "ppo": "values",
+    "pf_ppo": "values",
     "vapo": "values",
     "prime": "process_rewards",
     "otb": "sum_pi_squared",
@@ -75,10 +76,20 @@ def test_it_learns(name: str, recipe: Path, tmp_path: Path) -> None:
     assert summary["eval_after"]["pass@1"] - summary["eval_before"]["pass@1"] >= 0.15
 
 
-@pytest.mark.parametrize("correction", ["token_tis", "icepop", "kpop", "seq_mask_tis", "m2po", "rejection_sampling"])
-def test_it_learns_with_a_correction(correction: str, recipe: Path, tmp_path: Path) -> None:
-    overrides = (f"run.dir={tmp_path / 'run'}", "algorithm=grpo", f"algorithm.correction={correction}")
-    assert tandem("train", str(recipe), *overrides) == 0
+MORE = {
+    **{
+        name: (f"algorithm.correction={name}",)
+        for name in ("token_tis", "icepop", "kpop", "seq_mask_tis", "m2po", "rejection_sampling")
+    },
+    "two corrections": ("algorithm.correction={icepop: {low: 0.5, high: 2.0}, off_policy_sequence_mask: {}}",),
+    "resampling": ("algorithm.resampling=pow",),
+    "shaping": ("rollout.shaping.overlong_buffer_tokens=8", "rollout.shaping.stop_coef=0.0"),
+}
+
+
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE)
+def test_it_learns_with_more(more: tuple[str, ...], recipe: Path, tmp_path: Path) -> None:
+    assert tandem("train", str(recipe), f"run.dir={tmp_path / 'run'}", "algorithm=grpo", *more) == 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["eval_after"]["pass@1"] - summary["eval_before"]["pass@1"] >= 0.15
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.queue.fake import FakeQueue
 from tandem.trainer.plan import BatchStage, plan
-from tandem.trainer.stages import advantages, bypass, derived, episode_advantages
+from tandem.trainer.stages import advantages, bypass, derived, episode_advantages, resample
 from tandem.types import Algorithm, GroupKey, Key
 
 LENGTHS = [4, 3, 5, 2]
@@ -91,6 +92,25 @@ def test_the_draw_of_clip_cov_depends_on_seed_and_key_and_not_on_order() -> None
     assert torch.equal(turned["random_covariant"], straight.reorder(order)["random_covariant"])
     others = [run(algorithm, rows(), have, seed=seed)[0]["random_covariant"] for seed in range(4)]
     assert any(not torch.equal(other, straight["random_covariant"]) for other in others)
+
+
+def test_resampling_draws_episodes_by_seed_and_key_and_not_by_order_or_rows() -> None:
+    algorithm = configure("grpo", {"resampling": "max_random"})
+    have = HAVE | {"old_logprobs"}
+
+    def drawn(batch: DataProto, seed: int = 3) -> DataProto:
+        return run(algorithm, batch, have, lambda queue: resample(algorithm, queue, seed=seed))[0]
+
+    straight, order = drawn(rows()), [2, 0, 3, 1]
+    assert float(straight["resample_counts"].sum()) == 4
+    assert torch.equal(drawn(rows().reorder(order))["resample_counts"], straight.reorder(order)["resample_counts"])
+    assert any(not torch.equal(drawn(rows(), seed)["resample_counts"], straight["resample_counts"]) for seed in range(4))
+
+    one = rows().select([0])
+    twin = replace(one, keys=(one.keys[0]._replace(branch=1),))
+    branched = drawn(DataProto.concat([rows(), twin]))
+    assert torch.equal(branched["resample_counts"][:4], straight["resample_counts"]), "two rows of one episode are one draw"
+    assert branched["resample_counts"][4] == branched["resample_counts"][0]
 
 
 def test_whitening_follows_a_baseline_that_counts_episodes() -> None:

@@ -26,7 +26,7 @@ from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.plan import Plan, plan
 from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutConfig, RolloutSource
-from tandem.trainer.stages import advantages, derived, model_outputs
+from tandem.trainer.stages import advantages, derived, model_outputs, resample
 from tandem.trainer.workers import TrainWorker
 from tandem.types import (
     Algorithm,
@@ -225,6 +225,7 @@ def world(
     stages = [
         advantages(chosen, queue),
         model_outputs("old_logprobs", group, {"old_logprobs": "logprobs"}, "current", against="rollout_logprobs"),
+        resample(chosen, queue, seed=seed),
         *derived(chosen, queue, seed=seed),
     ]
     planned = plan(chosen.needs, RolloutSource.columns, stages)

@@ -27,6 +27,7 @@ def loss_weights(
     *,
     aggregation: Aggregation = "token-mean",
     length_constant: float | None = None,
+    repeats_B: Tensor | None = None,
     ranks: int = 1,
 ) -> Tensor:
     """The weight w_t for which sum_t w_t loss_t is the aggregated loss of these rows, which are a whole optimiser step.
@@ -39,6 +40,7 @@ def loss_weights(
         lengths_B: int64 [B], tokens of each row, masked ones included.
         aggregation: the mode.
         length_constant: C, for seq-mean-token-sum-norm only; never taken from the width of some padding.
+        repeats_B: [B], how many times each row counts, in its losses and in the denominators; None is once.
         ranks: over how many data-parallel ranks a back-end averages gradients; the weights make up for it.
 
     Returns:
@@ -59,7 +61,8 @@ def loss_weights(
 
     row_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=mask_N.device), lengths_B.to(mask_N.device))
     counted_B = torch.zeros(len(lengths_B), dtype=torch.float64, device=mask_N.device).index_add_(0, row_N, mask_N.double())
-    num_tokens, num_rows = counted_B.sum(), (counted_B > 0).sum()
+    repeats_B = torch.ones_like(counted_B) if repeats_B is None else repeats_B.double()
+    num_tokens, num_rows = (repeats_B * counted_B).sum(), (repeats_B * (counted_B > 0)).sum()
     if num_tokens == 0:
         raise EmptyBatchError(f"none of the {len(mask_N)} tokens in {len(lengths_B)} rows counts: there is nothing to train on")
     match aggregation:
@@ -73,7 +76,7 @@ def loss_weights(
             weight_B = 1 / (num_rows * cast("float", length_constant)).expand_as(counted_B)
         case "token-sum":
             weight_B = torch.ones_like(counted_B)
-    return keep((ranks * weight_B)[row_N].float(), mask_N)
+    return keep((ranks * repeats_B * weight_B)[row_N].float(), mask_N)
 
 
 def aggregate(loss_N: Tensor, weights_N: Tensor, mask_N: Tensor) -> Tensor:
@@ -81,10 +84,13 @@ def aggregate(loss_N: Tensor, weights_N: Tensor, mask_N: Tensor) -> Tensor:
     return (keep(loss_N, mask_N) * keep(weights_N, mask_N)).sum()
 
 
-def mean_over(chosen_N: Tensor, weights_N: Tensor, *, ranks: int = 1) -> Tensor:
+def mean_over(chosen_N: Tensor, weights_N: Tensor, *, repeats_N: Tensor | None = None, ranks: int = 1) -> Tensor:
     """The factor [N] that turns `weights_N` into those of a mean over the chosen tokens of the step: 1 / (#chosen weights), else 0.
 
     For a term that is averaged over other tokens than the rest of the loss; computed from the whole step, like the weights.
+    repeats_N: [N], how many times each token counts; None is once.
     """
-    count = (chosen_N & (weights_N != 0)).sum()
-    return torch.where(chosen_N & (weights_N != 0), ranks / (count * weights_N), 0.0)
+    repeats = torch.ones_like(weights_N) if repeats_N is None else repeats_N
+    chosen = chosen_N & (weights_N != 0)
+    count = torch.where(chosen, repeats, 0).sum()
+    return torch.where(chosen, ranks * repeats / (count * weights_N), 0.0)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast, get_type_hints
 
+import torch
 from torch import Tensor
 
 from tandem.algos.advantages import spread
@@ -23,6 +24,7 @@ from tandem.algos.corrections import Correction, combine
 from tandem.algos.functions import DERIVED, advantage_functions, correction_function, derived_function, loss_function
 from tandem.algos.returns import Credit
 from tandem.algos.segments import on_tokens
+from tandem.algos.shaping import Resampling, resample_counts
 from tandem.algos.terms import scope_of
 from tandem.types import Algorithm, Json, LossRef, Metrics, Unit
 
@@ -116,8 +118,12 @@ def reads(algorithm: Algorithm) -> frozenset[str]:
 
 def step_needs(algorithm: Algorithm) -> frozenset[str]:
     """The columns that `step_columns` reads."""
-    kept = algorithm.params.get("denominator") == "kept"
-    found = {"mask": True, "correction": kept, "rewards": "positive_scale" in step_gives(algorithm)}
+    found = {
+        "mask": True,
+        "correction": algorithm.params.get("denominator") == "kept",
+        "resample_counts": bool(algorithm.params.get("resampling")),
+        "rewards": "positive_scale" in step_gives(algorithm),
+    }
     return frozenset(name for name, needed in found.items() if needed)
 
 
@@ -130,17 +136,26 @@ def step_gives(algorithm: Algorithm) -> frozenset[str]:
 def step_columns(algorithm: Algorithm, rows: Mapping[str, Tensor], *, ranks: int = 1) -> dict[str, Tensor]:
     """Column `loss_weights` of the rows of one optimiser step, [N] float32, and `positive_scale` where a term needs it.
 
-    See `aggregation.loss_weights`. With denominator "kept", dropped tokens are not counted. `rows` has `lengths` too.
+    See `aggregation.loss_weights`. With denominator "kept", dropped tokens are not counted. With resampling a row that was
+    drawn k times weighs, and is counted, as k rows. `rows` has `lengths` too.
     """
     chosen: dict[str, Any] = {name: algorithm.params[name] for name in AGGREGATION}
     mask_N = rows["mask"]
     if "correction" in step_needs(algorithm):
         mask_N = mask_N & (rows["correction"] != 0)
-    weights_N = loss_weights(mask_N, rows["lengths"], ranks=ranks, **chosen)
+    repeats_B = rows["resample_counts"] if "resample_counts" in step_needs(algorithm) else torch.ones(len(rows["lengths"]))
+    weights_N = loss_weights(mask_N, rows["lengths"], repeats_B=repeats_B, ranks=ranks, **chosen)
     if "positive_scale" not in step_gives(algorithm):
         return {"loss_weights": weights_N}
     positive_N = mask_N & (on_tokens(rows["rewards"], rows["lengths"]) > 0)
-    return {"loss_weights": weights_N, "positive_scale": mean_over(positive_N, weights_N, ranks=ranks)}
+    scale_N = mean_over(positive_N, weights_N, repeats_N=on_tokens(repeats_B, rows["lengths"]), ranks=ranks)
+    return {"loss_weights": weights_N, "positive_scale": scale_N}
+
+
+def resampling(algorithm: Algorithm, rewards_B: Tensor, uniforms_B: Tensor) -> Tensor:
+    """How often each episode is drawn, float32 [B]; for an algorithm whose parameter `resampling` is set."""
+    method, weight_pow = cast("Resampling", algorithm.params["resampling"]), cast("float", algorithm.params["resampling_pow"])
+    return resample_counts(rewards_B, uniforms_B, method=method, weight_pow=weight_pow)
 
 
 def bound(function: Callable[..., Any], columns: Mapping[str, Tensor]) -> list[Tensor | None]:

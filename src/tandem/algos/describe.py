@@ -15,12 +15,14 @@ from tandem.algos.composition import inputs_of, parameters_of, parts_of, types_o
 from tandem.algos.functions import CORRECTIONS, advantage_functions, correction_function, loss_function
 from tandem.algos.notes import NOTES
 from tandem.algos.rows import EVERY_UPDATE
-from tandem.algos.table import ALGORITHMS, functions_of, parameter_types
+from tandem.algos.table import ALGORITHMS, POLICY_DEFAULTS, functions_of, parameter_types
 from tandem.registry import resolve
 from tandem.types import Algorithm, Json
 
 WIDTH = 100
-_GIVEN = frozenset({"rewards", "old_logprobs", "rollout_logprobs", "advantages", "correction", "mask", "uniforms"})
+_GIVEN = frozenset(
+    {"rewards", "old_logprobs", "rollout_logprobs", "advantages", "correction", "resample_counts", "mask", "uniforms"}
+)
 """Columns that every run has, or that the pipeline makes without another model."""
 
 
@@ -69,7 +71,7 @@ def description(name: str) -> list[str]:
 def own_defaults(row: Algorithm) -> dict[str, Json]:
     """The parameters that the row sets otherwise than its functions do."""
     functions = {name: each.default for function in functions_of(row) for name, each in parameters_of(function).items()}
-    plain = {**functions, "length_constant": None, "correction": None, "denominator": "all", "bypass": False}
+    plain = {**functions, "length_constant": None, **POLICY_DEFAULTS}
     own = {name: value for name, value in row.params.items() if name not in plain or plain[name] != value}
     return own if row.keep is None else {**own, "keep": row.keep}
 

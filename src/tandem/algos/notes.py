@@ -220,6 +220,11 @@ NOTES: dict[str, Note] = {
         "Dense or token rewards, and when a critic is affordable; needs column values.",
         {"verl": "dual_clip=3.0", "OpenRLHF": "whiten_ddof=0 reward_kl_coef=0.01", "ROLL": "lam=0.95", "NeMo-RL": "kl_coef=0.01"},
     ),
+    "pf_ppo": Note(
+        "PPO on episodes that are drawn anew, the ones with extreme rewards more often.",
+        "Noisy reward models, whose extreme scores are the reliable ones; needs column values. Any row takes resampling=pow.",
+        {"verl": "use_pf_ppo with reweight_method=pow weight_pow=2.0 and dual_clip=3.0"},
+    ),
     "vapo": Note(
         "PPO with a length-adaptive lambda and imitation of correct responses.",
         "Long reasoning with a pre-trained critic; needs column values.",

@@ -269,6 +269,13 @@ ROWS = (
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
+        name="pf_ppo",
+        source="Policy Filtration, arXiv 2409.06957",
+        advantage="gae+whiten",
+        loss="ppo_clip+kl",
+        params={"resampling": "pow", "aggregation": "token-mean"},
+    ),
+    Algorithm(
         name="vapo",
         source="VAPO, arXiv 2504.05118",
         advantage="decoupled_gae",

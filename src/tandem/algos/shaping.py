@@ -1,4 +1,4 @@
-"""Rewards before they become advantages, and which rows to draw: per episode, without tokens.
+"""Rewards before they become advantages, and which episodes to draw: per episode, without tokens.
 
 Legend: B episodes.
 """
@@ -30,14 +30,18 @@ def stop_properly(rewards_B: Tensor, truncated_B: Tensor, *, coef: float) -> Ten
     return torch.where(truncated_B.bool(), rewards_B * coef if coef >= 0 else torch.full_like(rewards_B, coef), rewards_B)
 
 
-def resampling_weights(
-    scores_B: Tensor, *, method: Literal["pow", "max_min", "max_random"] = "pow", weight_pow: float = 2.0
-) -> Tensor:
-    """How likely a row is to be drawn again, up to a constant: [B] (PF-PPO, arXiv 2409.06957).
+Resampling = Literal["pow", "max_min", "max_random"]
+
+
+def resampling_weights(scores_B: Tensor, *, method: Resampling = "pow", weight_pow: float = 2.0) -> Tensor:
+    """How likely an episode is to be drawn, up to a constant: [B] (PF-PPO, arXiv 2409.06957).
 
     pow |s|^weight_pow; max_min 1 for the batch's highest and lowest score and 0 else; max_random 0.4 for the highest and 0.1 else;
-    plus 1e-8, so that no row is impossible. scores_B: s, the sum of a row's token scores.
+    plus 1e-8, so that none is impossible. scores_B: s, the sum of an episode's token scores, which is its reward.
+    Raises ValueError for a weight_pow that is not positive.
     """
+    if not weight_pow > 0:
+        raise ValueError(f"resampling_pow must be positive, got {weight_pow}: 0 draws all alike, so leave resampling out")
     highest, lowest = scores_B.max(), scores_B.min()
     match method:
         case "pow":
@@ -52,3 +56,14 @@ def resampling_weights(
 def resampling_probabilities(weights_B: Tensor) -> Tensor:
     """[B], summing to 1."""
     return weights_B / weights_B.sum()
+
+
+def resample_counts(scores_B: Tensor, uniforms_B: Tensor, *, method: Resampling = "pow", weight_pow: float = 2.0) -> Tensor:
+    """How often each episode comes up in B draws with replacement by `resampling_weights`: float32 [B], summing to B.
+
+    uniforms_B: in [0, 1), one number a draw.
+    """
+    weights = resampling_weights(scores_B.double(), method=method, weight_pow=weight_pow)
+    upper_B = resampling_probabilities(weights).cumsum(0)
+    drawn_B = torch.searchsorted(upper_B / upper_B[-1:], uniforms_B.double(), right=True)
+    return torch.bincount(drawn_B, minlength=len(scores_B)).float()

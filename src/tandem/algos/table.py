@@ -29,6 +29,7 @@ from tandem.algos.columns import (
     derive,
     derived_columns,
     loss_ref,
+    resampling,
     step_columns,
     step_gives,
 )
@@ -36,6 +37,7 @@ from tandem.algos.composition import parameters_of, parts_of, types_of
 from tandem.algos.functions import DERIVED, advantage_functions, correction_function, derived_function, keep_function, loss_function
 from tandem.algos.ratios import CORRECTION
 from tandem.algos.rows import EVERY_UPDATE, ROWS
+from tandem.algos.shaping import Resampling
 from tandem.algos.terms import LossInputs, scope_of
 from tandem.errors import ConfigError
 from tandem.registry import resolve
@@ -45,10 +47,19 @@ _POLICY_TYPES: dict[str, Any] = {
     "correction": str | dict[str, dict[str, Any]] | None,
     "denominator": Literal["all", "kept"],
     "bypass": bool,
+    "resampling": Resampling | None,
+    "resampling_pow": float,
 }
 """What every row with an advantage takes. correction: see `configure`. denominator: whether tokens that a correction drops
-are counted. bypass: the sampler's logprobs stand for old_logprobs, and no pass of the trainer computes them."""
-_POLICY_DEFAULTS: dict[str, Json] = {"correction": None, "denominator": "all", "bypass": False}
+are counted. bypass: the sampler's logprobs stand for old_logprobs, and no pass of the trainer computes them. resampling: how
+episodes are drawn anew, with replacement, before the update (`shaping.resampling_weights`); resampling_pow is its exponent."""
+POLICY_DEFAULTS: dict[str, Json] = {
+    "correction": None,
+    "denominator": "all",
+    "bypass": False,
+    "resampling": None,
+    "resampling_pow": 2.0,
+}
 
 
 def configure(name: str, params: Mapping[str, Json] | None = None) -> Algorithm:
@@ -141,7 +152,7 @@ def parameter_types(row: Algorithm) -> dict[str, Any]:
 def _complete(row: Algorithm) -> Algorithm:
     """The row with its functions' defaults for the parameters that it does not set, and with the columns that it needs then."""
     averaged = {name: value for name, value in _defaults(loss_weights).items() if name in AGGREGATION}
-    policy = _POLICY_DEFAULTS if row.advantage is not None else {}
+    policy = POLICY_DEFAULTS if row.advantage is not None else {}
     row = replace(row, params={**averaged, **_defaults(*functions_of(row)), **policy, **row.params})
     if parameters_of(loss_function(row.loss)).keys() <= row.params.keys():  # else a recipe has to set one before it can run
         row = replace(row, needs=row.needs | _reads(row))
@@ -170,8 +181,9 @@ def _reads(algorithm: Algorithm) -> frozenset[str]:
     zeros, group = torch.zeros(2), torch.zeros_like(ones)
     inputs = LossInputs(zeros, ones.bool(), ones, columns, groups=group, at_topk=torch.zeros(2, 1))
     loss_function(loss.name)(inputs, **loss.params)
-    correction = {CORRECTION} if algorithm.params.get("correction") else frozenset[str]()
-    return EVERY_UPDATE | (columns.keys() - step_gives(algorithm)) | correction
+    chosen = {CORRECTION: "correction", "resample_counts": "resampling"}
+    more = {column for column, parameter in chosen.items() if algorithm.params.get(parameter)}
+    return EVERY_UPDATE | (columns.keys() - step_gives(algorithm)) | more
 
 
 def _rehearse(algorithm: Algorithm) -> None:
@@ -189,7 +201,7 @@ def _rehearse(algorithm: Algorithm) -> None:
 def _rehearsed_rows(algorithm: Algorithm) -> dict[str, Tensor]:
     zeros, ones = torch.zeros(2), torch.ones(2)
     rows = dict.fromkeys(algorithm.needs, zeros) | {"mask": ones.bool(), "lengths": ones.long(), "groups": zeros.long()}
-    return rows | {"rewards": zeros, "correction": ones}
+    return rows | {"rewards": zeros, "correction": ones, "resample_counts": ones}
 
 
 def _rehearse_credit(algorithm: Algorithm) -> None:
@@ -200,6 +212,8 @@ def _rehearse_credit(algorithm: Algorithm) -> None:
     credit(algorithm, rows, episodes, torch.arange(2))
     for column in derived_columns(algorithm):
         derive(algorithm, column, rows)
+    if algorithm.params["resampling"]:
+        resampling(algorithm, torch.zeros(2), torch.zeros(2))
     if not algorithm.params["correction"]:
         if algorithm.params["denominator"] == "kept":
             raise ValueError("denominator=kept counts what a correction keeps, and there is no correction: set one or leave it out")

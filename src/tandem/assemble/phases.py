@@ -92,7 +92,8 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
         outputs = {"old_logprobs": "logprobs"}
         old_logprobs = stages.model_outputs("old_logprobs", workers, outputs, "current", against="rollout_logprobs")
     derived = stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived"))
-    known = (stages.advantages(chosen, queue), old_logprobs, *derived, *(role.stage for role in roles))
+    resample = stages.resample(chosen, queue, seed=seed_of(recipe.seed, "resample"))
+    known = (stages.advantages(chosen, queue), old_logprobs, resample, *derived, *(role.stage for role in roles))
     try:
         planned = plan(chosen.needs, RolloutSource.columns, known)
     except PlanError as problem:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem.algos import columns
@@ -79,6 +80,26 @@ def episode_advantages(rows: DataProto, algorithm: Algorithm) -> tuple[DataProto
     return rows.with_columns(token={name: column.float() for name, column in found.items()}), metrics
 
 
+def resample(algorithm: Algorithm, queue: TransferQueue, *, seed: int) -> BatchStage:
+    """Row column `resample_counts`: how often each row's episode is drawn, with replacement, in as many draws as there are.
+
+    No row is copied: the update weighs a row by its count. The draws depend on seed, keys and rewards alone.
+    """
+    gives = frozenset({"resample_counts"})
+    return on_rows("resample", frozenset({"rewards"}), gives, lambda rows: _resampled(rows, algorithm, seed), queue, "batch")
+
+
+def _resampled(rows: DataProto, algorithm: Algorithm, seed: int) -> tuple[DataProto, Metrics]:
+    first = {key.place: i for i, key in reversed(list(enumerate(rows.keys)))}
+    places = sorted(first)
+    rewards_E = rows["rewards"][[first[place] for place in places]]
+    counts_E = columns.resampling(algorithm, rewards_E, torch.tensor([float(_random(seed, place, 1)[0]) for place in places]))
+    counts = dict(zip(places, cast("list[float]", counts_E.tolist()), strict=True))
+    metrics = Metrics.mean({"train/resampled_frac": (counts_E > 0).float().mean().item()}, len(places))
+    metrics += Metrics.mean({"train/resampled_reward": (counts_E * rewards_E).sum().item() / len(places)}, len(places))
+    return rows.with_columns(row={"resample_counts": torch.tensor([counts[key.place] for key in rows.keys])}), metrics
+
+
 def derived(algorithm: Algorithm, queue: TransferQueue, *, seed: int) -> tuple[BatchStage, ...]:
     """A stage for each column that the algorithm derives from a whole batch: `correction`, `token_rewards`, ...
 
@@ -100,10 +121,13 @@ def derived(algorithm: Algorithm, queue: TransferQueue, *, seed: int) -> tuple[B
 
 def _uniforms(rows: DataProto, seed: int) -> torch.Tensor:
     """A number in [0, 1) for each token, [N]."""
-    keys = [(key.ordinal, key.member, key.branch) for key in rows.keys]
     lengths = cast("list[int]", rows.lengths.tolist())
-    drawn = [np.random.Generator(np.random.Philox([seed, *key])).random(n) for key, n in zip(keys, lengths, strict=True)]
-    return torch.as_tensor(np.concatenate(drawn))
+    return torch.as_tensor(np.concatenate([_random(seed, key, n) for key, n in zip(rows.keys, lengths, strict=True)]))
+
+
+def _random(seed: int, key: Key, n: int) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) of this row, [n]."""
+    return np.random.Generator(np.random.Philox([seed, key.ordinal, key.member, key.branch])).random(n)
 
 
 def bypass(queue: TransferQueue) -> BatchStage:
