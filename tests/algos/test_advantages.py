@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.algos.advantages import group_baseline, spread
+from tandem.algos.advantages import best_of_group, group_baseline, spread
 from tandem.errors import NonFiniteError
 
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 3.0, 1.0, 2.0])
@@ -76,6 +76,11 @@ def test_wrong_input() -> None:
     with pytest.raises(ValueError, match="std_eps"):
         group_baseline(REWARDS, GROUPS, std_eps=-1)
     assert group_baseline(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+def test_of_equal_bests_none_learns() -> None:
+    rewards, groups = torch.tensor([1.0, 1.0, 0.0, 2.0, 1.0]), torch.tensor([1, 1, 1, 2, 2])
+    assert best_of_group(rewards, groups, scale="none").tolist() == [0, 0, 0, 1, 0]
 
 
 def test_spread_gives_each_counted_token_its_rows_value() -> None:

@@ -405,6 +405,14 @@ def test_off_policy_a_loss_is_exact_only_with_the_ratio_of_the_whole_response(lo
         torch.testing.assert_close(found, WAYS["reward"], **EXACT)
 
 
+@pytest.mark.parametrize(("shift", "same_as"), [(0.1, "reinforce"), (-2.0, "truncated_reinforce")])
+def test_topr_has_no_ratio_where_there_is_a_reward_and_a_cut_one_elsewhere(shift: float, same_as: str) -> None:
+    columns = {"rewards": REWARDS + shift}
+    found, expected = (off_policy_step(loss, {}, columns) for loss in ("tapered_reinforce", same_as))
+    torch.testing.assert_close(found, expected)
+    assert angle(found, off_policy_step("importance_weighted", {}, columns)) > VISIBLE
+
+
 CORRECTED: dict[str, OffPolicy] = {
     "token_tis": OffPolicy(f"{TOKEN_RATIO}; above `high` it is cut"),
     "seq_tis": OffPolicy("exact until it is cut", exact={"high": 1e9}, params={"high": 1.2}),

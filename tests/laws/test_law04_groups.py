@@ -46,10 +46,11 @@ class Estimator:
     def __str__(self) -> str:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.params.items())])
 
-    def __call__(self, rewards: Tensor, groups: Tensor, numbers: Tensor | None = None) -> Tensor:
+    def __call__(self, rewards: Tensor, groups: Tensor, numbers: Tensor | None = None, *, varied: bool = False) -> Tensor:
         """[B, 2]: the advantages of each row's two tokens, which stand around a masked one.
 
-        numbers: of the rows, by which their other columns are looked up; in order if None.
+        numbers: of the rows, by which their other columns are looked up; in order if None. varied: process
+        rewards are those of OTHERS too, and else the reward on every token.
         """
         num = len(rewards)
         rows = Layout([(i, [3 * i, 3 * i + 1, 3 * i + 2]) for i in (range(num) if numbers is None else numbers.tolist())]).of(
@@ -57,11 +58,10 @@ class Estimator:
         )
         mask, lengths = rows["mask"], rows["lengths"]
         rows |= {"rewards": rewards, "groups": groups}
-        rows |= {
-            "reward_components": torch.stack([rewards, 0.5 * rewards], 1),
-            "process_rewards": spread(rewards.double(), mask, lengths),
-        }
-        rows["token_rewards"] = token_rewards(rewards.double(), mask, lengths)
+        rows |= {"reward_components": torch.stack([rewards, 0.5 * rewards], 1)}
+        rows |= {"token_rewards": token_rewards(rewards.double(), mask, lengths)}
+        if not varied:
+            rows |= {"process_rewards": spread(rewards.double(), mask, lengths)}
         (function,) = advantage_functions(self.name)
         found = function(*bound(function, rows), **self.params)
         advantages = found.advantages if isinstance(found, Credit) else spread(found, mask, lengths)
@@ -107,7 +107,8 @@ def _groups(draw: st.DataObject, num: int) -> Tensor:
 
 def check_a_group_of_one_has_advantage_zero(estimator: Estimator) -> None:
     for reward in AWKWARD:
-        assert not bool(estimator(torch.tensor([reward]), torch.tensor([5])).any())
+        for varied in (False, True):
+            assert not bool(estimator(torch.tensor([reward]), torch.tensor([5]), varied=varied).any())
     among_others = estimator(torch.tensor([0.3, 1.0, 0.0]), torch.tensor([5, 2, 2]))
     assert not bool(among_others[0].any())
     assert bool((among_others[1] > among_others[2]).all())

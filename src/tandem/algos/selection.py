@@ -20,7 +20,10 @@ def covariances(old_logprobs_N: Tensor, advantages_N: Tensor, mask_N: Tensor) ->
 
 
 def most_covariant(old_logprobs_N: Tensor, advantages_N: Tensor, mask_N: Tensor, *, cov_frac: float = 2e-4) -> Tensor:
-    """The floor(M cov_frac) tokens, at least one, of the highest covariance: bool [N] (KL-Cov)."""
+    """The floor(M cov_frac) tokens, at least one, of the highest covariance: bool [N] (KL-Cov).
+
+    Which of equal covariances are chosen is left to their order in the batch.
+    """
     check(0 < cov_frac <= 1, f"cov_frac must be in (0, 1], got {cov_frac}")
     covariance_M = covariances(old_logprobs_N, advantages_N, mask_N)[mask_N]
     num = min(max(int(len(covariance_M) * cov_frac), 1), len(covariance_M))
