@@ -20,6 +20,7 @@ from tandem.algos.functions import loss_function
 from tandem.algos.table import configure
 from tandem.algos.terms import LossInputs
 from tandem.data_proto import DataProto
+from tandem.ports import Dispatch
 from tandem.runtime import dispatch
 from tandem.runtime.dispatch import scatter
 from tandem.train import micro_batches
@@ -147,7 +148,7 @@ def _pairs(lengths: list[tuple[int, int]]) -> DataProto:
 @given(st.lists(st.tuples(st.integers(2, 7), st.integers(2, 7)), min_size=2, max_size=4), st.integers(1, 3), st.integers(1, 40))
 def check_pairs_do_not_depend_on_the_split(lengths: list[tuple[int, int]], ranks: int, micro_batch_tokens: int) -> None:
     batch = _pairs(lengths)
-    handles = scatter((replace(batch.ref(), unit="group"),), {}, ranks)
+    handles = scatter(Dispatch.SPLIT, (replace(batch.ref(), unit="group"),), {}, ranks, 1)
     whole = _engine_gradients([batch], 1000, DPO)
     split = _engine_gradients([batch.by_keys(args[0].keys) for args, _ in handles], micro_batch_tokens, DPO)
     for name, gradient in whole.items():

@@ -146,7 +146,7 @@ BREAKERS = [
     Breaker(
         7,
         "masking is forgotten",
-        "tandem.trainer.rows:episode_rows",
+        "tandem.trainer.source:episode_rows",
         lambda episodes, policy: episode_rows(episodes, StopPolicy()),
         check_stops_reach_the_trainer_and_do_what_their_policy_says,
     ),
