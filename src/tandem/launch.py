@@ -234,6 +234,7 @@ class _PhaseRun:
     async def _snapshot(self, step: int, score: float | None) -> None:
         state: dict[str, Json] = {
             "source": self.phase.source.state(),
+            "kl": self.phase.kl.state(),
             "trackers": self.trackers.state(),
             "samples": self.samples.state(),
             "before": dict(self.before),
@@ -256,6 +257,7 @@ class _PhaseRun:
         self.phase.train.load(snapshot.part("train"))
         await self.phase.queue.restore(str(snapshot.step), snapshot.part("queue"))
         self.phase.source.restore(state["source"])
+        self.phase.kl.restore(state["kl"])
         self.trackers.restore(state["trackers"])
         self.samples.restore(state["samples"])
         self.before = cast("Mapping[str, float]", state["before"])

@@ -27,7 +27,7 @@ OF_ROWS = frozenset(
     {
         *("lengths", "groups", "episode", "temperature", "chosen"),
         *("rewards", "reward_baselines", "reward_components", "token_counts"),
-        "resample_counts",
+        *("resample_counts", "kl_coef", "reward_kl_coef"),
     }
 )
 

@@ -45,6 +45,14 @@ def test_nothing_that_counts_is_an_error(mode: Aggregation) -> None:
         loss_weights(torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), aggregation=mode)
 
 
+def test_rows_that_are_drawn_k_times_count_k_times() -> None:
+    drawn = torch.tensor([3.0, 5.0, 1.0])
+    assert weights("token-mean", repeats_B=drawn)[MASK].tolist() == pytest.approx([3 / 7, 3 / 7, 1 / 7])  # type: ignore[arg-type]
+    assert weights("seq-mean-token-mean", repeats_B=drawn)[MASK].tolist() == pytest.approx([3 / 8, 3 / 8, 1 / 4])  # type: ignore[arg-type]
+    with pytest.raises(EmptyBatchError, match="none of these 3 rows was drawn"):
+        weights("token-mean", repeats_B=torch.tensor([0.0, 2.0, 0.0]))  # type: ignore[arg-type]
+
+
 def test_the_length_constant_is_asked_for_and_never_made_up() -> None:
     with pytest.raises(ValueError, match="needs length_constant"):
         weights("seq-mean-token-sum-norm")

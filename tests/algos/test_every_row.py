@@ -99,6 +99,9 @@ def test_corrections_combine_by_what_all_keep() -> None:
         ("kl_cov", {"cov_frac": 0.0}, r"in \(0, 1\]"),
         ("rloo", {"scale": "batch"}, "choose one"),
         ("grpo", {"resampling": "pow", "resampling_pow": 0.0}, "must be positive"),
+        ("grpo", {"kl_target": 0.1}, "begin with a positive one"),
+        ("grpo", {"kl_coef": 0.1, "kl_target": 0.0}, "positive target"),
+        ("reinforce_pp", {"reward_kl_coef": 0.1, "reward_kl_target": 0.1, "reward_kl_horizon": 0}, "horizon of at least 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(name: str, params: dict[str, Any], says: str) -> None:
@@ -110,3 +113,17 @@ def test_a_penalty_in_the_reward_needs_the_reference() -> None:
     assert derived_columns(algorithm("reinforce_pp"))["token_rewards"] == {"rewards", "mask"}
     penalised = algorithm("reinforce_pp", reward_kl_coef=0.1)
     assert derived_columns(penalised)["token_rewards"] == {"rewards", "mask", "old_logprobs", "ref_logprobs"}
+
+
+def test_an_adaptive_coefficient_is_a_column() -> None:
+    rows = make_rows()
+    half = {"kl_coef": torch.full((6,), 0.5), "reward_kl_coef": torch.full((6,), 0.5)}
+    in_loss, in_reward = {"kl_coef": 0.5}, {"reward_kl_coef": 0.5}
+    for name, params, target in (("grpo", in_loss, "kl_target"), ("reinforce_pp", in_reward, "reward_kl_target")):
+        fixed = algorithm(name, **params)
+        adaptive = algorithm(name, **dict.fromkeys(params, 0.125), **{target: 0.1})
+        loss, found = gradient(fixed, with_columns(fixed, rows))
+        same_loss, same = gradient(adaptive, with_columns(adaptive, {**rows, **half}))
+        assert same_loss == pytest.approx(loss, rel=1e-9)
+        torch.testing.assert_close(same, found, rtol=1e-9, atol=1e-12)
+    assert derived_columns(adaptive)["token_rewards"] == {"rewards", "mask", "old_logprobs", "ref_logprobs", "reward_kl_coef"}

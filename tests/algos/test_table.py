@@ -52,6 +52,8 @@ def test_rows_are_what_their_papers_say() -> None:
 def test_a_kl_term_needs_the_reference() -> None:
     assert "ref_logprobs" not in configure("grpo").needs
     assert "ref_logprobs" in configure("grpo", {"kl_coef": 0.04}).needs
+    assert "kl_coef" not in configure("grpo", {"kl_coef": 0.04}).needs
+    assert {"ref_logprobs", "kl_coef"} <= configure("grpo", {"kl_coef": 0.04, "kl_target": 0.1}).needs
 
 
 def test_dynamic_sampling_is_a_parameter() -> None:
@@ -64,7 +66,8 @@ def test_parameters_reach_their_functions() -> None:
     algorithm = configure("grpo", {"clip_high": 0.5, "scale": "none", "aggregation": "token-sum"})
     assert loss_ref(algorithm).name == "ppo_clip+kl"
     assert loss_ref(algorithm).params.keys() == {
-        *("clip_low", "clip_high", "dual_clip", "ratio_cap", "log_ratio_clamp", "kl_coef", "kl_estimator", "kl_gradient")
+        *("clip_low", "clip_high", "dual_clip", "ratio_cap", "log_ratio_clamp"),
+        *("kl_coef", "kl_estimator", "kl_gradient", "kl_target", "kl_horizon"),
     }
     assert loss_ref(algorithm).params["clip_high"] == 0.5
     assert advantages(algorithm, torch.tensor([1.0, 0.0]), torch.tensor([4, 4])).tolist() == [0.5, -0.5]

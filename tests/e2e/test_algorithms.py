@@ -102,6 +102,7 @@ def train_of(directory: Path) -> list[dict[str, float]]:
     "overrides",
     [
         ["algorithm=grpo", "algorithm.kl_coef=0.04"],
+        ["algorithm=grpo", "algorithm.kl_coef=0.04", "algorithm.kl_target=0.01"],
         ["algorithm=reinforce_pp", "algorithm.kl_coef=0.04", "algorithm.reward_kl_coef=0.01"],
     ],
 )

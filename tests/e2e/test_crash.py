@@ -76,6 +76,28 @@ def test_a_run_that_is_killed_again_and_again(undisturbed: dict[str, Any], tmp_p
     assert_same(outcome(tmp_path / "run"), undisturbed)
 
 
+def test_what_has_a_state_of_its_own_goes_on_from_there(tmp_path: Path) -> None:
+    """Greedy companions, shaped rewards, episodes drawn anew and a KL coefficient that follows the KL."""
+    overrides = [
+        "algorithm={name: remax, resampling: pow, kl_coef: 0.5, kl_target: 0.001, kl_horizon: 20}",
+        "rollout.shaping={overlong_buffer_tokens: 4, stop_coef: 0.5}",
+        "learner.minibatches=1",
+        "trainer.eval_every=0",
+    ]
+    runs = {crash: tmp_path / str(crash) for crash in (None, "update.before_step:9")}
+    for crash, directory in runs.items():
+        directory.mkdir()
+        arguments = ["train", str(write_recipe(directory)), f"run.dir={directory / 'run'}", *overrides]
+        log = directory / "log"
+        assert forked(arguments, log, crash_at=crash) == (-9 if crash else 0), log.read_text()
+        if crash:
+            assert forked([*arguments, "--resume"], log) == 0, log.read_text()
+    straight, resumed = (outcome(directory / "run") for directory in runs.values())
+    assert_same(resumed, straight)
+    coefs = [line["train/kl_coef"] for line in straight["metrics"] if "train/kl_coef" in line]
+    assert len(set(coefs)) == 4
+
+
 def test_a_finished_run_can_be_resumed(undisturbed: dict[str, Any], tmp_path: Path) -> None:
     arguments = ["train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}"]
     for resume in ([], ["--resume"]):

@@ -63,6 +63,10 @@ def loss_weights(
     counted_B = torch.zeros(len(lengths_B), dtype=torch.float64, device=mask_N.device).index_add_(0, row_N, mask_N.double())
     repeats_B = torch.ones_like(counted_B) if repeats_B is None else repeats_B.double()
     num_tokens, num_rows = (repeats_B * counted_B).sum(), (repeats_B * (counted_B > 0)).sum()
+    if num_tokens == 0 and counted_B.any():
+        raise EmptyBatchError(
+            f"none of these {len(lengths_B)} rows was drawn anew: use fewer mini-batches with resampling, or learner.on_empty=skip"
+        )
     if num_tokens == 0:
         raise EmptyBatchError(f"none of the {len(mask_N)} tokens in {len(lengths_B)} rows counts: there is nothing to train on")
     match aggregation:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast, get_type_hints
 
 import torch
@@ -22,6 +23,7 @@ from tandem.algos.aggregation import loss_weights, mean_over
 from tandem.algos.composition import arguments, inputs_of
 from tandem.algos.corrections import Correction, combine
 from tandem.algos.functions import DERIVED, advantage_functions, correction_function, derived_function, loss_function
+from tandem.algos.kl import KLEstimator
 from tandem.algos.returns import Credit
 from tandem.algos.segments import on_tokens
 from tandem.algos.shaping import Resampling, resample_counts
@@ -30,6 +32,8 @@ from tandem.types import Algorithm, Json, LossRef, Metrics, Unit
 
 AGGREGATION = ("aggregation", "length_constant")
 """Parameters of every row: how token losses are averaged."""
+_OPTIONAL = {"old_logprobs": "reward_kl_coef", "ref_logprobs": "reward_kl_coef", "reward_kl_coef": "reward_kl_target"}
+"""Columns that a function may go without, and the parameter that makes it read each."""
 _NOT_COLUMNS = frozenset({"groups", "token_counts", "lengths"})
 
 
@@ -110,6 +114,26 @@ def derive(algorithm: Algorithm, column: str, rows: Mapping[str, Tensor]) -> tup
     return function(*bound(function, rows), **arguments(function, algorithm.params)), Metrics()
 
 
+@dataclass(frozen=True, slots=True)
+class KLControl:
+    """An adaptive coefficient, see `kl.adapted_kl_coef`. first: what it begins with."""
+
+    first: float
+    target: float
+    horizon: int
+    estimator: KLEstimator
+
+
+def kl_controls(algorithm: Algorithm) -> dict[str, KLControl]:
+    """The adaptive coefficients that the algorithm reads, by their column: `kl_coef`, `reward_kl_coef`."""
+    params = cast("Mapping[str, Any]", algorithm.params)
+    return {
+        f"{kl}_coef": KLControl(params[f"{kl}_coef"], params[f"{kl}_target"], params[f"{kl}_horizon"], params[f"{kl}_estimator"])
+        for kl in ("kl", "reward_kl")
+        if params.get(f"{kl}_target") is not None
+    }
+
+
 def reads(algorithm: Algorithm) -> frozenset[str]:
     """Every column that its update reads, or that its advantages or a derived column are made from."""
     credit = credit_needs(algorithm) if algorithm.advantage is not None else frozenset[str]()
@@ -171,13 +195,11 @@ def _column(parameter: str) -> str:
 
 
 def _columns_of(function: Callable[..., Any], algorithm: Algorithm) -> frozenset[str]:
-    """Columns that its positional parameters name; optional ones are those of a KL penalty in the reward."""
+    """Columns that its positional parameters name, and those that may be missing where a parameter of the row asks for them."""
     parameters = inspect.signature(function).parameters
-    penalty = bool(algorithm.params.get("reward_kl_coef"))
-    return (
-        frozenset(_column(name) for name in inputs_of(function) if parameters[name].default is inspect.Parameter.empty or penalty)
-        - _NOT_COLUMNS
-    )
+    asked = {column for column, parameter in _OPTIONAL.items() if algorithm.params.get(parameter)}
+    names = {_column(name): parameters[name].default is inspect.Parameter.empty for name in inputs_of(function)}
+    return frozenset(column for column, needed in names.items() if needed or column in asked) - _NOT_COLUMNS
 
 
 def corrections_of(algorithm: Algorithm) -> list[tuple[Callable[..., Correction], dict[str, Any]]]:

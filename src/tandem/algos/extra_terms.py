@@ -9,25 +9,36 @@ Legend: N packed tokens; x logprobs, o old_logprobs, b the sampler's.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from tandem.algos.kl import KLEstimator, KLGradient, check_kl_in_loss, kl_divergence
+from tandem.algos.kl import KLEstimator, KLGradient, check_kl_in_loss, check_kl_target, kl_divergence
 from tandem.algos.ratios import check, log_ratio
 from tandem.algos.terms import LossInputs, TokenLoss, keep, masked_mean
 from tandem.types import Metric, Metrics
 
 
 def kl_term(
-    inputs: LossInputs, *, kl_coef: float = 0.0, kl_estimator: KLEstimator = "k3", kl_gradient: KLGradient = "direct"
+    inputs: LossInputs,
+    *,
+    kl_coef: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    kl_gradient: KLGradient = "direct",
+    kl_target: float | None = None,
+    kl_horizon: int = 10_000,
 ) -> TokenLoss:
     """Adds kl_coef times a KL estimate from column ref_logprobs, term "kl" (DeepSeekMath, arXiv 2402.03300, equation 4).
 
-    Reads ref_logprobs and old_logprobs; nothing where kl_coef is 0. kl_estimator, kl_gradient: see kl.py.
+    Reads ref_logprobs and old_logprobs; nothing where kl_coef is 0. kl_estimator, kl_gradient: see kl.py. kl_target: the
+    KL that an adaptive coefficient aims at; the row column kl_coef holds it then, kl_coef is its first value and
+    kl_horizon the episodes over which it may change by a fifth (`adapted_kl_coef`). None is a fixed coefficient.
     """
     check(kl_coef >= 0, f"kl_coef must not be negative, got {kl_coef}: it would push the policy away from the reference")
+    check_kl_target(kl_coef, kl_target, kl_horizon)
     if not kl_coef:
         return TokenLoss({}, Metrics())
     check_kl_in_loss(kl_estimator, kl_gradient)
-    return _estimate(inputs, "kl", "ref_logprobs", kl_coef, kl_estimator, kl_gradient)
+    coef = kl_coef if kl_target is None else inputs.row("kl_coef")
+    return _estimate(inputs, "kl", "ref_logprobs", coef, kl_estimator, kl_gradient)
 
 
 def distillation_term(
@@ -46,7 +57,9 @@ def distillation_term(
     return _estimate(inputs, "distillation", "teacher_logprobs", distillation_coef, distillation_estimator, distillation_gradient)
 
 
-def _estimate(inputs: LossInputs, name: str, column: str, coef: float, estimator: KLEstimator, gradient: KLGradient) -> TokenLoss:
+def _estimate(
+    inputs: LossInputs, name: str, column: str, coef: float | Tensor, estimator: KLEstimator, gradient: KLGradient
+) -> TokenLoss:
     old = inputs.token("old_logprobs") if gradient in ("unbiased", "weighted") else None
     kl = kl_divergence(inputs.policy_logprobs, inputs.token(column), estimator=estimator, gradient=gradient, old_logprobs_N=old)
     metric = {"kl": "kl_ref"}.get(name, f"kl_{name}")

@@ -73,6 +73,16 @@ def check_kl_in_loss(estimator: KLEstimator, gradient: KLGradient) -> None:
         )
 
 
+def check_kl_target(coef: float, target: float | None, horizon: int) -> None:
+    """Raises ValueError for an adaptive coefficient that could not adapt. target None is a fixed coefficient."""
+    if target is None:
+        return
+    if not target > 0 or horizon < 1:
+        raise ValueError(f"an adaptive KL coefficient needs a positive target and a horizon of at least 1, got {target}, {horizon}")
+    if not coef > 0:
+        raise ValueError(f"a KL coefficient of {coef} stays {coef} whatever the target of {target}: begin with a positive one")
+
+
 def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: int, num_steps: int) -> float:
     """The next coefficient, coef (1 + clip(kl / target - 1, -0.2, 0.2) num_steps / horizon) (Ziegler et al., arXiv 1909.08593).
 

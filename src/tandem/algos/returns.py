@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.algos.kl import KLEstimator, kl_divergence
+from tandem.algos.kl import KLEstimator, check_kl_target, kl_divergence
 from tandem.algos.segments import (
     Groups,
     discounted_sums,
@@ -40,21 +40,30 @@ def token_rewards(
     lengths_B: Tensor,
     old_logprobs_N: Tensor | None = None,
     ref_logprobs_N: Tensor | None = None,
+    reward_kl_coef_B: Tensor | None = None,
     *,
     reward_kl_coef: float = 0.0,
     reward_kl_estimator: KLEstimator = "k1",
+    reward_kl_target: float | None = None,
+    reward_kl_horizon: int = 10_000,
 ) -> Tensor:
     """r_t = R_i [t is the last counted token of row i] - reward_kl_coef k(old, ref)_t: [N], 0 where masked.
 
-    KL in the reward (InstructGPT, arXiv 2203.02155): the penalty is earned token by token.
+    KL in the reward (InstructGPT, arXiv 2203.02155): the penalty is earned token by token. reward_kl_target,
+    reward_kl_horizon: of an adaptive coefficient, as for `extra_terms.kl_term`, which is that of each row then.
     """
+    check_kl_target(reward_kl_coef, reward_kl_target, reward_kl_horizon)
     rewards_N = keep(on_tokens(rewards_B, lengths_B), last_counted(mask_N, lengths_B))
     if not reward_kl_coef:
         return rewards_N
     assert old_logprobs_N is not None, "a KL penalty needs old_logprobs"
     assert ref_logprobs_N is not None, "a KL penalty needs ref_logprobs"
     old, ref = keep(old_logprobs_N, mask_N), keep(ref_logprobs_N, mask_N)
-    return keep(rewards_N - reward_kl_coef * kl_divergence(old, ref, estimator=reward_kl_estimator), mask_N)
+    coef: float | Tensor = reward_kl_coef
+    if reward_kl_target is not None:
+        assert reward_kl_coef_B is not None, "an adaptive KL penalty needs reward_kl_coef"
+        coef = on_tokens(reward_kl_coef_B, lengths_B)
+    return keep(rewards_N - coef * kl_divergence(old, ref, estimator=reward_kl_estimator), mask_N)
 
 
 def discounted_returns(token_rewards_N: Tensor, mask_N: Tensor, lengths_B: Tensor, *, gamma: float = 1.0) -> Credit:

@@ -20,6 +20,7 @@ from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.trainer import stages
 from tandem.trainer.dataset import DatasetSource, DatasetSourceConfig
+from tandem.trainer.kl_control import KLControls
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.plan import Plan, plan
 from tandem.trainer.sampler import seed_of
@@ -31,7 +32,9 @@ from tandem.types import Algorithm, PolicyRef
 
 @dataclass(frozen=True)
 class Phase:
-    """One run of the loop with what it works on. The policy's versions count its steps. roles: the models beside it."""
+    """One run of the loop with what it works on. The policy's versions count its steps. roles: the models beside it.
+    kl: its adaptive KL coefficients.
+    """
 
     name: str
     steps: int
@@ -41,6 +44,7 @@ class Phase:
     learner: MinibatchLearner
     train: TorchEngine
     roles: tuple[Role, ...]
+    kl: KLControls
     queue: MemoryQueue
     checkpoint: InPlace
     engines: tuple[NativeEngine, ...]
@@ -93,7 +97,9 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
         old_logprobs = stages.model_outputs("old_logprobs", workers, outputs, "current", against="rollout_logprobs")
     derived = stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived"))
     resample = stages.resample(chosen, queue, seed=seed_of(recipe.seed, "resample"))
-    known = (stages.advantages(chosen, queue), old_logprobs, resample, *derived, *(role.stage for role in roles))
+    kl = KLControls(chosen)
+    of_roles = [role.stage for role in roles]
+    known = (stages.advantages(chosen, queue), old_logprobs, resample, *derived, *kl.stages(queue), *of_roles)
     try:
         planned = plan(chosen.needs, RolloutSource.columns, known)
     except PlanError as problem:
@@ -123,6 +129,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
         learner=MinibatchLearner((Trained(workers, unit_of(chosen)),), recipe.learner, seed=recipe.seed),
         train=engine,
         roles=roles,
+        kl=kl,
         queue=queue,
         checkpoint=InPlace(),
         engines=(rollout.engine,),
@@ -199,6 +206,7 @@ def _supervised_phase(
         learner=MinibatchLearner((Trained(workers, unit_of(chosen)),), learner, seed=recipe.seed),
         train=engine,
         roles=roles,
+        kl=KLControls(chosen),
         queue=queue,
         checkpoint=InPlace(),
         engines=(),
