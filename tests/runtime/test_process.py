@@ -105,6 +105,14 @@ def test_a_worker_that_is_killed_in_a_collective_is_the_error_and_not_what_its_p
     run(use, ranks=3, collectives=True)
 
 
+def test_ranks_that_have_met_can_meet_again_in_new_groups(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        for _ in range(2):
+            assert await group.call_each(Worker.add_in_a_new_group) == [1.0, 1.0]
+
+    run(use, collectives=True)
+
+
 def test_a_call_without_progress_shows_where_each_rank_stands(run: Callable[..., None]) -> None:
     async def use(group: ProcessGroup) -> None:
         with pytest.raises(StalledError) as error:

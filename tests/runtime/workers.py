@@ -86,6 +86,12 @@ class Worker:
         return tensor.item()
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def add_in_a_new_group(self) -> float:
+        tensor = torch.tensor([float(self.rank.index)])
+        dist.all_reduce(tensor, group=dist.new_group(range(self.rank.size)))
+        return tensor.item()
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
     async def sleep_and_add(self, rank: int) -> float:
         """One rank sleeps while the others wait for it in a collective."""
         if self.rank.index == rank:

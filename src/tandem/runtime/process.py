@@ -142,6 +142,7 @@ class _Pool:
     def __init__(self, name: str, logs: Path, limit_s: float) -> None:
         self._name = name
         self._logs = logs
+        self._store = logs / f".{name}-meets-{os.getpid()}"
         self._limit_s = limit_s
         self._server: ForkServer = fork_server()
         self._processes: list[_Process] = []
@@ -164,15 +165,13 @@ class _Pool:
             self._watchers.append(asyncio.create_task(self._watch(process)))
 
     async def join(self) -> None:
-        """The ranks meet for collectives, once."""
+        """The ranks meet for collectives, once; they keep the file, through which new process groups of theirs meet too."""
         if self._joined:
             return
         self._joined = True
-        store = self._logs / f".{self._name}-meets-{os.getpid()}"
-        store.unlink(missing_ok=True)
-        joins = [Join(index, len(self), store, self._limit_s) for index in range(len(self))]
+        self._store.unlink(missing_ok=True)
+        joins = [Join(index, len(self), self._store, self._limit_s) for index in range(len(self))]
         await self.order(f"pool {self._name}: its ranks meeting", joins, stuck=True)
-        store.unlink(missing_ok=True)
 
     async def order(self, what: str, orders: Sequence[Order], *, stuck: bool) -> list[Any]:
         """Each order to one rank, from the first on; the answers. What is one object is sent once.
@@ -270,6 +269,7 @@ class _Pool:
             await asyncio.gather(*(self._server.ended(process.pid) for process in self._processes))
         for process in self._processes:
             process.link.close()
+        self._store.unlink(missing_ok=True)
 
 
 def _asks_nothing(value: object, question: Question) -> None:
