@@ -9,19 +9,21 @@ import importlib
 import importlib.util
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tandem import __version__
-from tandem.errors import DeviceError, StalledError
+from tandem.errors import DeviceError, StalledError, TandemError
 
 Kind = Literal["cpu", "cuda", "npu"]
 
@@ -29,6 +31,7 @@ _MAX_THREADS = 1024  # OpenMP ends the process where it cannot start as many thr
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COLLECTIVES: dict[Kind, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _VISIBLE: dict[Kind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_ABSENT = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer")  # how gloo says that a rank is not there
 
 
 def _accelerator(kind: Kind) -> ModuleType | None:
@@ -163,6 +166,36 @@ def join(device: Device, rank: int, size: int, store: Path, limit_s: float) -> N
     except (dist.DistError, RuntimeError) as error:
         raise StalledError(
             f"rank {rank} waits for {size} ranks to meet at {store}, and they did not in {limit_s:g} s: {error}"
+        ) from error
+
+
+def mesh(device: Device, replicas: int, limit_s: float) -> DeviceMesh:
+    """All ranks as a table of axes "replica" and "shard": `replicas` rows of neighbours. limit_s: of each collective along an axis.
+
+    Every rank calls it, after `join`. Raises DeviceError where the ranks do not fill the table.
+    """
+    size = dist.get_world_size()
+    if replicas < 1 or size % replicas:
+        raise DeviceError(f"replicas={replicas} does not divide the {size} ranks that hold the model; use a divisor of {size}")
+    table = torch.arange(size).view(replicas, -1)
+    limit = timedelta(seconds=limit_s)
+    groups = [
+        cast("dist.ProcessGroup", dist.new_subgroups_by_enumeration(rows.tolist(), timeout=limit)[0]) for rows in (table.t(), table)
+    ]
+    return DeviceMesh.from_group(groups, device.kind, mesh=table, mesh_dim_names=("replica", "shard"))
+
+
+@contextmanager
+def meeting(what: str) -> Generator[None]:
+    """Around collectives: where another rank does not come in time, or not at all, this is a StalledError that names `what`."""
+    try:
+        yield
+    except RuntimeError as error:
+        absent = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _ABSENT)
+        if isinstance(error, TandemError) or not absent:
+            raise
+        raise StalledError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} waited in {what} for a rank that did not come: {error}"
         ) from error
 
 

@@ -54,10 +54,11 @@ class WeightSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """All weights of a model and how this engine cuts them; `replicas` hold the same shards."""
+    """All weights of a model; `replicas` whole copies of them exist, and this rank holds shards of copy `replica`."""
 
     specs: tuple[WeightSpec, ...]
     replicas: int = 1
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

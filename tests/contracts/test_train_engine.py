@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
+from tandem import device
 from tandem.algos.columns import loss_ref
 from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
-from tandem.models.decoder import init_decoder
+from tandem.models.decoder import Decoder, init_decoder
 from tandem.ports import TrainEngine
 from tandem.train.config import TrainConfig
 from tandem.train.fake import FakeTrainEngine
+from tandem.train.fsdp import FsdpConfig, fsdp_engine
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import Key, LossRef
 from tests.train.rows import TINY, VOCAB, make_rows, tiny_decoder
@@ -31,15 +35,31 @@ CONFIG = TrainConfig(lr=0.5, eps=1.0, micro_batch_tokens=16, max_nonfinite=1)
 Make = Callable[..., TrainEngine]
 
 
+def make_decoder(vocab: int) -> Decoder:
+    return tiny_decoder() if vocab == VOCAB else init_decoder(replace(TINY, vocab_size=vocab), 0)
+
+
 def make_torch(config: TrainConfig = CONFIG, *, vocab: int = VOCAB) -> TrainEngine:
-    return TorchEngine(tiny_decoder() if vocab == VOCAB else init_decoder(replace(TINY, vocab_size=vocab), 0), config)
+    return TorchEngine(make_decoder(vocab), config)
+
+
+def make_fsdp(config: TrainConfig = CONFIG, *, vocab: int = VOCAB) -> TrainEngine:
+    """One rank; tests/train/test_fsdp.py has two."""
+    return fsdp_engine(make_decoder(vocab), config, FsdpConfig(), device.select("cpu"), limit_s=60)
 
 
 def make_fake(config: TrainConfig = CONFIG, *, vocab: int = VOCAB) -> TrainEngine:
     return FakeTrainEngine(vocab, config)
 
 
-@pytest.fixture(params=[make_torch, make_fake], ids=["torch", "fake"])
+@pytest.fixture(scope="module", autouse=True)
+def _joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    device.join(device.select("cpu"), 0, 1, tmp_path_factory.mktemp("rendezvous") / "store", 60)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=[make_torch, make_fsdp, make_fake], ids=["torch", "fsdp", "fake"])
 def make(request: pytest.FixtureRequest) -> Make:
     return request.param
 
@@ -350,6 +370,17 @@ def test_the_layout_describes_the_shards(make: Make) -> None:
         assert spec.tied_to is None or spec.shape == owned[spec.tied_to].shape
 
 
+def contents(directory: Path) -> dict[str, object]:
+    """What its files say; two safetensors files of the same tensors may differ in the order of their headers."""
+    return {
+        str(path.relative_to(directory)): {name: tensor.tolist() for name, tensor in load_file(path).items()}
+        if path.suffix == ".safetensors"
+        else path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
 def test_a_loaded_engine_goes_on_bit_for_bit(make: Make, tmp_path: Path) -> None:
     config = TrainConfig(lr=0.01, schedule="cosine", warmup_steps=2, total_steps=10, micro_batch_tokens=16, max_nonfinite=1)
     engine = make(config)
@@ -371,8 +402,7 @@ def test_a_loaded_engine_goes_on_bit_for_bit(make: Make, tmp_path: Path) -> None
     other.forward_backward(rows(), GRPO)
     other.load(tmp_path / "state")
     other.save(tmp_path / "again")
-    for path in (tmp_path / "state").iterdir():
-        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+    assert contents(tmp_path / "again") == contents(tmp_path / "state")
     assert equal(train(other, range(3, 6)), after)
 
     other.load(tmp_path / "state")
@@ -390,7 +420,7 @@ def test_load_refuses_other_models_and_broken_files(make: Make, tmp_path: Path) 
     with pytest.raises(ModelError, match=str(VOCAB + 1)):
         engine.load(tmp_path / "other")
     engine.save(tmp_path / "mine")
-    for path in (tmp_path / "mine").iterdir():
+    for path in (path for path in (tmp_path / "mine").rglob("*") if path.is_file()):
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(SnapshotError, match="no training state"):

@@ -1,9 +1,9 @@
-"""TorchEngine: a decoder and its optimiser in one process, on PyTorch.
+"""TorchEngine: a decoder and its optimiser, on PyTorch.
 
 It adds gradients up over micro-batches and takes steps; the loss is named by its caller, and so is each token's weight,
 so nothing is averaged here. A step whose loss or gradient is not finite is refused: parameters and optimiser state stay
-as they are. Weights never move, since a rollout engine of the same process may read the same storage. Sharding over
-ranks is not here.
+as they are. Weights never move, since a rollout engine of the same process may read the same storage. Whether this
+process holds the model alone or as one of several ranks is `Ranks`' business (ranks.py, fsdp.py).
 
 Legend: B rows, N packed tokens, T padded time.
 """
@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from tandem.algos.aggregation import aggregate
@@ -34,20 +33,25 @@ from tandem.models.heads import row_logprobs, row_top
 from tandem.ports import Place, WeightLayout, WeightShard, WeightSpec
 from tandem.train.config import TrainConfig, learning_rate
 from tandem.train.micro_batches import micro_batches
-from tandem.types import LossRef, Metrics
+from tandem.train.ranks import OneRank, Ranks
+from tandem.types import Key, LossRef, Metrics
 
 GIVES = frozenset({"logprobs", "entropy", "top_ids", "top_logprobs"})
 
 _FORMAT = 1
-_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "engine.json"
+_MODEL, _OPTIMIZER, _STATE = "model", "optimizer", "engine.json"
 
 
 class TorchEngine:
-    """Implements ports.TrainEngine. The decoder's parameters are float32 and stay where they are in memory."""
+    """Implements ports.TrainEngine. The decoder's parameters are float32 and stay where they are in memory.
 
-    def __init__(self, decoder: Decoder, config: TrainConfig) -> None:
+    ranks: those that hold the decoder together, and then all of them make every call, each with its own rows.
+    """
+
+    def __init__(self, decoder: Decoder, config: TrainConfig, ranks: Ranks | None = None) -> None:
         self.decoder = decoder
         self.config = config
+        self._ranks: Ranks = ranks or OneRank(decoder)
         self._parameters = dict(decoder.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
@@ -69,61 +73,66 @@ class TorchEngine:
             raise ColumnError(f"this engine gives {sorted(GIVES)}, and was asked for {sorted(want)}")
         out = {name: torch.zeros(batch.num_tokens, *(top,) * name.startswith("top_")) for name in want}
         out |= {name: values.long() for name, values in out.items() if name == "top_ids"}
-        for at, part in self._passes(batch):
-            with torch.no_grad():
+        with self._ranks.meeting("forward"), torch.no_grad():
+            for at, part in self._passes(batch):
                 given: dict[str, Tensor | None] = {}
                 if want & {"logprobs", "entropy"}:
                     given["logprobs"], given["entropy"], _ = self._logprobs(part, with_entropy="entropy" in want)
                 if want & {"top_ids", "top_logprobs"}:
-                    given["top_ids"], given["top_logprobs"] = (found[part.valid()] for found in row_top(*self._padded(part), top))
-            for name in want:
-                out[name][at] = cast("Tensor", given[name])
+                    found = self._ranks.run(row_top, *self._padded(part), top)
+                    given["top_ids"], given["top_logprobs"] = (values[part.valid()] for values in found)
+                for name in want:
+                    out[name][at] = cast("Tensor", given[name])
         return DataProto.make(batch.keys, batch.lengths, token=out)
 
     def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
         """See ports.TrainEngine. A pass whose loss is not finite adds neither gradient nor metrics; `step` then refuses."""
         out = torch.zeros(batch.num_tokens)
-        totals: Counter[str] = Counter()
-        metrics = Metrics()
-        for each in self._losses(batch, loss):
-            out[each.at] = each.logprobs.detach()
-            if each.trouble:
-                self._trouble = self._trouble or each.trouble
-                continue
-            torch.stack(list(each.sums.values())).sum().backward()
-            totals.update({name: value.item() for name, value in each.sums.items()})
-            metrics += each.metrics
-        metrics = (metrics + _loss_metrics(totals)).prefixed("train")
-        return metrics, DataProto.make(batch.keys, batch.lengths, token={"logprobs": out})
+        sums = _Sums()
+        with self._ranks.meeting("forward_backward"):
+            for each in self._losses(batch, loss):
+                out[each.at] = each.logprobs.detach()
+                each.loss.backward()
+                sums.add(each)
+            metrics, trouble = sums.reduced(self._ranks)
+        self._trouble = self._trouble or trouble
+        return metrics.prefixed("train"), DataProto.make(batch.keys, batch.lengths, token={"logprobs": out})
 
     def evaluate(self, batch: DataProto, loss: LossRef) -> Metrics:
         """See ports.TrainEngine."""
-        totals: Counter[str] = Counter()
-        metrics = Metrics()
-        with torch.no_grad():
+        sums = _Sums()
+        with self._ranks.meeting("evaluate"), torch.no_grad():
             for each in self._losses(batch, loss):
-                if each.trouble:
-                    raise NonFiniteError(f"{each.trouble}, where nothing is trained on: look at that data, or at the weights")
-                totals.update({name: value.item() for name, value in each.sums.items()})
-                metrics += each.metrics
-        return (metrics + _loss_metrics(totals)).prefixed("eval")
+                sums.add(each)
+            metrics, trouble = sums.reduced(self._ranks)
+        if trouble:
+            raise NonFiniteError(f"{trouble}, where nothing is trained on: look at that data, or at the weights")
+        return metrics.prefixed("eval")
 
     def _losses(self, batch: DataProto, loss: LossRef) -> Iterator[_PassLoss]:
         """What the loss makes of each micro-batch, one after the other, so that one graph lives at a time."""
         function = loss_function(loss.name)
         for at, part in self._passes(batch, whole_groups=scope_of(function) == "group"):
             logprobs, entropy, at_topk = self._logprobs(part, with_entropy=True)
+            nothing = _PassLoss(at, logprobs, logprobs.sum() * 0)
+            if not len(at):
+                yield nothing
+                continue
             inputs = LossInputs(logprobs, part["mask"], part.lengths, part.batch, entropy, part.group_of_row, at_topk)
             result = function(inputs, **loss.params)
-            sums = {name: aggregate(term, part["loss_weights"], part["mask"]) for name, term in result.terms.items()}
-            finite = all(math.isfinite(value.item()) for value in sums.values())
-            yield _PassLoss(at, logprobs, sums, result.metrics, "" if finite else _first_bad(result, part))
+            terms = {name: aggregate(term, part["loss_weights"], part["mask"]) for name, term in result.terms.items()}
+            sums = {name: term.item() for name, term in terms.items()}
+            if all(map(math.isfinite, sums.values())):
+                yield _PassLoss(at, logprobs, torch.stack(list(terms.values())).sum(), sums, result.metrics)
+            else:
+                yield nothing._replace(trouble=_first_bad(result, part))
 
     def _passes(self, batch: DataProto, *, whole_groups: bool = False) -> Iterator[tuple[Tensor, DataProto]]:
         """Micro-batches, each with its places among the packed tokens.
 
         A row ends at its last masked token, since nothing later can matter, and a row without one does not pass. With
-        whole_groups, a group passes whole if one of its rows does.
+        whole_groups, a group passes whole if one of its rows does. A rank that has fewer passes than another makes up
+        for them with a row without tokens.
         """
         ends = torch.zeros(len(batch), dtype=torch.int64)
         ends.scatter_reduce_(0, batch.row_of_token, torch.arange(1, batch.num_tokens + 1) * batch["mask"], "amax")
@@ -134,7 +143,14 @@ class TorchEngine:
             for row, (start, end) in enumerate(zip(batch.offsets, cast("list[int]", ends.tolist()), strict=False))
             if (row if owners is None else owners[row]) in counted
         }
-        for rows in micro_batches({row: len(at) for row, at in places.items()}, self.config.micro_batch_tokens, owners):
+        passes = micro_batches({row: len(at) for row, at in places.items()}, self.config.micro_batch_tokens, owners)
+        most = max(self._ranks.gather(len(passes)))
+        for number in range(most):
+            self._ranks.passing(last=number == most - 1)
+            if number >= len(passes):
+                yield torch.zeros(0, dtype=torch.int64), _without_tokens(batch)
+                continue
+            rows = passes[number]
             at = torch.cat([places[row] for row in rows])
             columns = {name: tensor[at if name in batch.token_level else rows] for name, tensor in batch.batch.items()}
             yield (
@@ -151,16 +167,16 @@ class TorchEngine:
         """Packed logprobs [N], entropy [N], and logprobs [N, K] of column teacher_topk_ids where the batch has it."""
         valid = part.valid()
         if TOPK_IDS not in part.columns:
-            logprobs, entropy = row_logprobs(*self._padded(part), with_entropy)
+            logprobs, entropy = self._ranks.run(row_logprobs, *self._padded(part), with_entropy)
             return logprobs[valid], None if entropy is None else entropy[valid], None
         targets = torch.cat([part["tokens"][:, None], part[TOPK_IDS]], 1)
         padded = part.with_columns(token={TOPK_IDS: targets}).pad(TOPK_IDS)
-        logprobs, entropy = row_logprobs(*self._padded(part), with_entropy, padded)
+        logprobs, entropy = self._ranks.run(row_logprobs, *self._padded(part), with_entropy, padded)
         return logprobs[valid][:, 0], None if entropy is None else entropy[valid], logprobs[valid][:, 1:]
 
-    def _padded(self, part: DataProto) -> tuple[Decoder, Tensor, Tensor, Tensor, Tensor]:
-        """The model, and the batch as the output heads take it, [B, T]."""
-        return self.decoder, part.pad("tokens"), part.lengths, part.pad("mask"), part["temperature"]
+    def _padded(self, part: DataProto) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The batch as the output heads take it, [B, T]."""
+        return part.pad("tokens"), part.lengths, part.pad("mask"), part["temperature"]
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -169,8 +185,11 @@ class TorchEngine:
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         if not gradients and not self._trouble:
             raise EmptyBatchError("no token has counted since the last step: there is no gradient to step along")
-        norm = float(torch.nn.utils.get_total_norm(gradients, foreach=False)) if gradients else 0.0
-        trouble = self._trouble or ("" if math.isfinite(norm) else self._bad_gradient(norm))
+        trouble, norm = self._trouble, 0.0
+        with self._ranks.meeting("step"):
+            if not trouble and not math.isfinite(norm := self._ranks.norm(gradients)):
+                trouble = next(filter(None, self._ranks.gather(self._bad_gradient())), f"the gradient's norm is {norm}")
+        first = self._ranks.index == 0  # a step is counted once
         if trouble:
             self._clear()
             self._refused += 1
@@ -179,7 +198,7 @@ class TorchEngine:
                     f"{trouble}; {self._refused} steps in a row were refused, after {self._updates} that were taken: "
                     f"look at that data, or lower train.lr={self.config.lr} or train.max_grad_norm={self.config.max_grad_norm}"
                 )
-            return Metrics.sum({"train/refused_steps": 1})
+            return Metrics.sum({"train/refused_steps": int(first)})
         torch.nn.utils.clip_grads_with_norm_(
             self._parameters.values(), self.config.max_grad_norm, torch.tensor(norm), foreach=False
         )
@@ -192,11 +211,12 @@ class TorchEngine:
         self._refused = 0
         return Metrics.mean({"train/grad_norm": norm, "train/lr": lr}) + Metrics.sum({"train/refused_steps": 0})
 
-    def _bad_gradient(self, norm: float) -> str:
+    def _bad_gradient(self) -> str:
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            here = None if parameter.grad is None else self._ranks.part(parameter.grad)
+            if here is not None and not bool(torch.isfinite(here[1]).all()):
                 return f"the gradient of {name} is not finite"
-        return f"the gradient's norm is {norm}"
+        return ""
 
     def _clear(self) -> None:
         self._optimizer.zero_grad()
@@ -213,13 +233,14 @@ class TorchEngine:
         if self.decoder.lm_head is None:
             owner = next(spec for spec in specs if spec.name == "model.embed_tokens.weight")
             specs.append(WeightSpec("lm_head.weight", owner.shape, owner.dtype, tied_to=owner.name))
-        return WeightLayout(tuple(specs))
+        return WeightLayout(tuple(specs), self._ranks.replicas, self._ranks.replica)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Each weight once, whole, without a copy."""
+        """What this rank holds of each weight, without a copy: all of it, where it is alone."""
         for name, parameter in self._parameters.items():
-            shape = tuple(parameter.shape)
-            yield WeightShard(name, shape, (0,) * len(shape), parameter.detach())
+            here = self._ranks.part(parameter)
+            if here is not None:
+                yield WeightShard(name, tuple(parameter.shape), *here)
 
     def place(self, where: Place) -> None:
         """Nothing moves: the weights are where a rollout engine of this process reads them."""
@@ -227,7 +248,7 @@ class TorchEngine:
     # -------------------------------------------------------------------------------------------- on disk
 
     def save(self, path: Path) -> None:
-        """Three files in `path`, which is made: weights, optimiser state by parameter name, counters.
+        """Weights, optimiser state by parameter name, counters, in the directory `path`, which is made.
 
         Raises EngineError while a gradient is pending, SnapshotError where the files cannot be written.
         """
@@ -240,33 +261,27 @@ class TorchEngine:
             for field, value in self._optimizer.state[parameter].items()
         }
         counters = {"format": _FORMAT, "updates": self._updates, "refused": self._refused}
-        with attempt(f"write the training state to {path}", path):
+        with self._ranks.meeting("save"), attempt(f"write the training state to {path}", path):
             path.mkdir(parents=True, exist_ok=True)
-            try:
-                safetensors.torch.save_file(weights, path / _MODEL)
-                crash_point("train.in_save")
-                safetensors.torch.save_file(state, path / _OPTIMIZER)
-            except SafetensorError as error:  # how its writer reports an OSError
-                raise OSError(str(error)) from error
-            (path / _STATE).write_text(json.dumps(counters) + "\n")
+            self._ranks.write(path / _MODEL, weights)
+            crash_point("train.in_save")
+            self._ranks.write(path / _OPTIMIZER, state)
+            if self._ranks.index == 0:
+                (path / _STATE).write_text(json.dumps(counters) + "\n")
 
     def load(self, path: Path) -> None:
-        """From the directory that `save` wrote; a pending gradient is dropped.
+        """From the directory that `save` wrote, on as many ranks or other ones; a pending gradient is dropped.
 
         Raises SnapshotError for files that are missing or damaged, ModelError for those of another model; nothing has
         changed then.
         """
-        try:
-            weights = safetensors.torch.load_file(path / _MODEL)
-            optimizer = safetensors.torch.load_file(path / _OPTIMIZER)
+        with _readable(path):
+            theirs, fields = self._ranks.shapes(path / _MODEL), self._ranks.shapes(path / _OPTIMIZER)
             counters = cast("dict[str, int]", json.loads((path / _STATE).read_text()))
             counted = counters["format"], counters["updates"], counters["refused"]
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise SnapshotError(f"{path} holds no training state that can be read: {error}; use an older snapshot") from error
         if counted[0] != _FORMAT:
             raise SnapshotError(f"{path} has format {counted[0]} and this version reads {_FORMAT}: use the version that wrote it")
         mine = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-        theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         if mine != theirs:
             differ = sorted({name for name, _ in mine.items() ^ theirs.items()})
             first = differ[0]
@@ -274,6 +289,10 @@ class TorchEngine:
                 f"{path} is the state of another model: {len(differ)} weights differ, the first is {first}, "
                 f"{mine.get(first, 'absent')} here and {theirs.get(first, 'absent')} there"
             )
+        owners = {key: self._parameters[key.partition("/")[2]] for key in fields}
+        like = {key: owner if fields[key] == owner.shape else torch.empty(fields[key]) for key, owner in owners.items()}
+        with self._ranks.meeting("load"), _readable(path):
+            weights, optimizer = self._ranks.read(path / _MODEL, self._parameters), self._ranks.read(path / _OPTIMIZER, like)
         state: dict[int, dict[str, Any]] = {}
         for index, name in enumerate(self._parameters):
             of_parameter = {key.partition("/")[0]: value for key, value in optimizer.items() if key.partition("/")[2] == name}
@@ -288,19 +307,56 @@ class TorchEngine:
 
 
 class _PassLoss(NamedTuple):
-    """Of one micro-batch: its places among the packed tokens, its logprobs, each term's weighted sum, and what is not finite."""
+    """Of one micro-batch: its places among the packed tokens, its logprobs, what to go back from; each term's weighted sum,
+    metrics, or what is not finite.
+    """
 
     at: Tensor
     logprobs: Tensor
-    sums: dict[str, Tensor]
-    metrics: Metrics
-    trouble: str
+    loss: Tensor
+    sums: Mapping[str, float] = {}
+    metrics: Metrics = Metrics()
+    trouble: str = ""
 
 
-def _loss_metrics(totals: Mapping[str, float]) -> Metrics:
-    """The loss, and its terms where there is more than one."""
-    losses = {"loss": sum(totals.values())}
-    return Metrics.mean(losses | ({f"loss_{name}": value for name, value in totals.items()} if len(totals) > 1 else {}))
+class _Sums:
+    """What the micro-batches of a call add up to."""
+
+    def __init__(self) -> None:
+        self._terms: Counter[str] = Counter()
+        self._metrics = Metrics()
+        self._trouble = ""
+
+    def add(self, each: _PassLoss) -> None:
+        self._terms.update(each.sums)
+        self._metrics += each.metrics
+        self._trouble = self._trouble or each.trouble
+
+    def reduced(self, ranks: Ranks) -> tuple[Metrics, str]:
+        """Metrics of this rank, with the loss of all ranks and its terms where there is more than one; any rank's trouble."""
+        found = ranks.gather((self._terms, self._trouble))
+        names = dict.fromkeys(name for terms, _ in found for name in terms)
+        means = {name: sum(terms[name] for terms, _ in found) / len(found) for name in names}
+        losses = {"loss": sum(means.values())} | ({f"loss_{n}": v for n, v in means.items()} if len(means) > 1 else {})
+        return self._metrics + Metrics.mean(losses), next((trouble for _, trouble in found if trouble), "")
+
+
+def _without_tokens(batch: DataProto) -> DataProto:
+    """A row with the columns of `batch` and no token."""
+    columns = {
+        name: tensor[:0] if name in batch.token_level else tensor.new_ones(1, *tensor.shape[1:])
+        for name, tensor in batch.batch.items()
+    }
+    return DataProto((Key("nothing", 0),), torch.zeros(1, dtype=torch.int64), columns, batch.token_level)
+
+
+@contextmanager
+def _readable(path: Path) -> Generator[None]:
+    """Turns what goes wrong while reading a state into a SnapshotError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise SnapshotError(f"{path} holds no training state that can be read: {error}; use an older snapshot") from error
 
 
 def _first_bad(result: TokenLoss, part: DataProto) -> str:

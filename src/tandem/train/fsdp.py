@@ -1,0 +1,170 @@
+"""Training over several processes: the model's weights, gradients and optimiser state are cut into shards (FSDP2).
+
+`fsdp_engine` makes a TorchEngine whose decoder is sharded by `torch.distributed.fsdp.fully_shard`, layer by layer: a layer's
+weights are gathered for its forward and again for its backward, in the compute dtype, and its gradients are reduced in
+float32, once for all micro-batches of a call. With `replicas` above 1 each shard exists that often (HSDP). Gathered weights
+are exact copies, so that in float32 and in bfloat16 log-probabilities are those of one process, bit for bit.
+
+FSDP2 averages gradients over ranks, and so do metrics; loss weights that make up for it are `step_columns(..., ranks=)`.
+A rank with fewer micro-batches than another, or with none, takes part in the rest with passes without tokens.
+
+The model must exist whole on each rank before it is cut; tensor and sequence parallelism are not here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tandem import device
+from tandem.device import Device
+from tandem.models.decoder import Decoder
+from tandem.train.config import TrainConfig
+from tandem.train.ranks import Part
+from tandem.train.torch_engine import TorchEngine
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FsdpConfig:
+    """replicas: how many whole copies of the model the ranks hold; the ranks of one copy are neighbours."""
+
+    replicas: int = 1
+
+
+def fsdp_engine(decoder: Decoder, config: TrainConfig, fsdp: FsdpConfig, where: Device, *, limit_s: float) -> TorchEngine:
+    """One rank's engine, in a process that `device.join` made a rank; each rank gives the same decoder, which is cut in place.
+
+    limit_s: of each collective between shards or replicas. Raises DeviceError where the ranks cannot be `fsdp.replicas` copies.
+    """
+    return TorchEngine(decoder, config, Shards(decoder, device.mesh(where, fsdp.replicas, limit_s)))
+
+
+class _Root(nn.Module):
+    """Runs a function of the decoder as a module's forward, which is what gathers the weights outside the layers."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(self.decoder, *args, **kwargs)
+
+
+class Shards:
+    """Implements ranks.Ranks over a mesh of axes "replica" and "shard"; dimension 0 of each weight is cut along the latter."""
+
+    def __init__(self, decoder: Decoder, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._decoder = decoder
+        compute = None if decoder.dtype == torch.float32 else decoder.dtype
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for layer in decoder.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        self._root = fully_shard(_Root(decoder), mesh=mesh)
+
+    @property
+    def index(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def replicas(self) -> int:
+        return self._mesh["replica"].size()
+
+    @property
+    def replica(self) -> int:
+        return self._mesh.get_local_rank("replica")
+
+    def meeting(self, what: str) -> AbstractContextManager[None]:
+        return device.meeting(what)
+
+    def gather(self, value: T) -> Sequence[T]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
+
+    def run(self, function: Callable[Concatenate[Decoder, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        with _reset_on_error(self._root):
+            return cast("nn.Module", self._root)(function, *args, **kwargs)
+
+    def passing(self, *, last: bool) -> None:
+        self._root.set_requires_gradient_sync(last)
+        self._root.set_is_last_backward(last)
+
+    def norm(self, gradients: Sequence[Tensor]) -> float:
+        norm = torch.nn.utils.get_total_norm([_local(gradient) for gradient in gradients], foreach=False)
+        squared = norm.double() ** 2
+        dist.all_reduce(squared, group=self._mesh.get_group("shard"))
+        return math.sqrt(squared.item())
+
+    def part(self, weight: Tensor) -> Part | None:
+        here = _local(weight)
+        rows = -(-weight.shape[0] // self._mesh["shard"].size())
+        start = rows * self._mesh.get_local_rank("shard")
+        return ((start,) + (0,) * (weight.ndim - 1), here) if here.numel() else None
+
+    def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        with _as_os_error():
+            state_dict_saver.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True))
+
+    def shapes(self, path: Path) -> Mapping[str, tuple[int, ...]]:
+        with _as_os_error():
+            found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        tensors = {name: meta for name, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
+        for name, meta in tensors.items():
+            if sum(math.prod(chunk.sizes) for chunk in meta.chunks) != math.prod(meta.size):
+                raise OSError(f"a part of {name} is missing in {path}")
+        return {name: tuple(meta.size) for name, meta in tensors.items()}
+
+    def read(self, path: Path, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        found = {name: torch.empty_like(tensor, requires_grad=False) for name, tensor in like.items()}
+        with _as_os_error():
+            state_dict_loader.load(found, storage_reader=HuggingFaceStorageReader(str(path)))
+        return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return cast("DTensor", tensor.detach()).to_local()
+
+
+@contextmanager
+def _reset_on_error(root: FSDPModule) -> Generator[None]:
+    """What a forward that raised has left half done would fail the next one."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            root.reset_iter_state()
+
+
+@contextmanager
+def _as_os_error() -> Generator[None]:
+    """torch.distributed.checkpoint gathers what went wrong on each rank into an exception of its own."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"on rank {rank}: {cause}") from error

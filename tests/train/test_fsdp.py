@@ -1,0 +1,250 @@
+"""The engine that is sharded over ranks against the one that holds everything: two processes, gloo, tiny models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.algos.aggregation import loss_weights
+from tandem.algos.columns import loss_ref
+from tandem.algos.table import configure
+from tandem.data_proto import DataProto
+from tandem.device import Hardware
+from tandem.errors import DeviceError, EmptyBatchError, NonFiniteError
+from tandem.ports import WeightShard
+from tandem.runtime.placement import ResourcePool, place
+from tandem.runtime.process import Processes, ProcessGroup
+from tandem.train.config import TrainConfig
+from tandem.train.torch_engine import TorchEngine
+from tandem.types import Key, Metrics
+from tests.train.ranked import Trained, Trainer, train, whole
+from tests.train.rows import make_rows, tiny_decoder
+
+FACTORY = "tests.train.ranked:Trainer"
+GRPO = loss_ref(configure("grpo", {"kl_coef": 0.1}))
+# Without moments, and with an eps above any gradient, AdamW is plain gradient descent with a rate of 0.2.
+SGD = TrainConfig(lr=0.2e6, eps=1e6, betas=(0.0, 0.0), max_grad_norm=0.4, micro_batch_tokens=16, max_nonfinite=1)
+LENGTHS = [7, 3, 5, 2, 6, 9]
+
+
+class Pools:
+    """Groups of ranks that live as long as the module's tests, and the loop that they are called in."""
+
+    def __init__(self, runner: asyncio.Runner, groups: dict[int, ProcessGroup]) -> None:
+        self._runner, self._groups = runner, groups
+
+    def weights(self) -> list[WeightShard]:
+        """Of both ranks."""
+        return [shard for shards in self.each(Trainer.weights) for shard in shards]
+
+    def each(self, method: Callable[..., Any], *args: Any, ranks: int = 2) -> list[Any]:
+        """What each rank answers."""
+        return self._runner.run(self._groups[ranks].call_each(method, *args))
+
+
+@pytest.fixture(scope="module", name="pools")
+def _pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    logs = tmp_path_factory.mktemp("logs")
+    with asyncio.Runner() as runner:
+        runtime = Processes(logs, limit_s=60)
+
+        async def start() -> dict[int, ProcessGroup]:
+            sizes = (1, 2)
+            await runtime.start(place([ResourcePool(f"of-{size}", size) for size in sizes], Hardware(cores=sum(sizes))))
+            return {size: await runtime.group("policy", f"of-{size}", FACTORY, collectives=True) for size in sizes}
+
+        yield Pools(runner, runner.run(start()))
+        runner.run(runtime.close())
+
+
+# ------------------------------------------------------------------------------------- how a batch comes to ranks
+
+
+def weighted(batch: DataProto, ranks: int) -> DataProto:
+    return batch.with_columns(token={"loss_weights": loss_weights(batch["mask"], batch.lengths, ranks=ranks)})
+
+
+def evenly(batch: DataProto) -> list[DataProto]:
+    return [batch.select(range(0, len(batch), 2)), batch.select(range(1, len(batch), 2))]
+
+
+def unevenly(batch: DataProto) -> list[DataProto]:
+    return [batch.select([len(batch) - 1]), batch.select(range(len(batch) - 1))]
+
+
+def to_one(batch: DataProto) -> list[DataProto]:
+    return [batch.select([]), batch]
+
+
+def with_masked_rows(batch: DataProto) -> list[DataProto]:
+    """One rank gets rows that do not count, with garbage in them."""
+    rows = batch.select([1, 2])
+    keys = tuple(key._replace(member=1) for key in rows.keys)
+    nothing = torch.full((rows.num_tokens,), torch.nan)
+    masked = replace(rows, keys=keys).with_columns(
+        token={"mask": torch.zeros(rows.num_tokens, dtype=torch.bool), "advantages": nothing, "loss_weights": nothing}
+    )
+    return [batch, masked]
+
+
+SPLITS = [evenly, unevenly, to_one, with_masked_rows]
+Split = Callable[[DataProto], list[DataProto]]
+
+
+def batches(steps: int, ranks: int) -> list[DataProto]:
+    return [weighted(make_rows(LENGTHS, seed), ranks) for seed in range(steps)]
+
+
+def alone(steps: int, config: TrainConfig = SGD) -> Trained:
+    return train(TorchEngine(tiny_decoder(), config), batches(steps, 1), GRPO)
+
+
+def blocks(each: Sequence[Trained], name: str) -> dict[str, Tensor]:
+    return whole([shard for trained in each for shard in getattr(trained, name)])
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert (got[name] - tensor).abs().max() <= 1e-6 * tensor.abs().max(), name
+
+
+# ------------------------------------------------------------------------------------------------- the same numbers
+
+
+@pytest.mark.parametrize(("replicas", "micro_batch_tokens"), [(1, 1), (1, 16), (1, 1000), (2, 16)])
+def test_two_ranks_train_as_one(pools: Pools, replicas: int, micro_batch_tokens: int) -> None:
+    want = alone(5)
+    for split in SPLITS:
+        pools.each(Trainer.make, replace(SGD, micro_batch_tokens=micro_batch_tokens), replicas)
+        ranks: list[Trained] = pools.each(Trainer.train, [split(batch) for batch in batches(5, 2)], GRPO)
+        assert_close(blocks(ranks, "gradient"), whole(want.gradient))
+        assert_close(blocks(ranks, "weights"), whole(want.weights))
+        for step, metrics in enumerate(want.metrics):
+            merged = sum((rank.metrics[step] for rank in ranks), Metrics())
+            assert merged.keys() == metrics.keys()
+            for name, metric in metrics.items():
+                assert merged[name].value == pytest.approx(metric.value, rel=1e-6, abs=1e-6), (split.__name__, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logprobs_are_those_of_one_process_bit_for_bit(pools: Pools, dtype: torch.dtype) -> None:
+    batch, want = make_rows(LENGTHS), frozenset({"logprobs", "entropy"})
+    whole_model = TorchEngine(tiny_decoder(3, dtype), SGD).forward(batch, want)
+    pools.each(Trainer.make, SGD, 1, dtype, 3)
+    for split in (evenly, unevenly, to_one):
+        got = DataProto.concat(pools.each(Trainer.score, split(batch), want)).by_keys(batch.keys)
+        for name in want:
+            assert torch.equal(got[name], whole_model[name]), name
+
+
+def test_an_evaluation_is_the_same_on_every_split(pools: Pools) -> None:
+    want = TorchEngine(tiny_decoder(), SGD).evaluate(weighted(make_rows(LENGTHS), 1), GRPO)
+    pools.each(Trainer.make, SGD)
+    for split in SPLITS:
+        got = sum(pools.each(Trainer.evaluate, split(weighted(make_rows(LENGTHS), 2)), GRPO), Metrics())
+        assert got.values_by_name() == pytest.approx(want.values_by_name(), rel=1e-6, abs=1e-6)
+
+
+def test_pairs_train_on_ranks_of_which_one_has_none(pools: Pools) -> None:
+    dpo = loss_ref(configure("dpo"))
+    batch = make_rows([7, 3, 5, 2])
+    keys = tuple(Key("train", i // 2, i % 2) for i in range(4))
+    batch = replace(batch, keys=keys).with_columns(row={"chosen": torch.tensor([True, False] * 2)})
+    want = train(TorchEngine(tiny_decoder(), SGD), [weighted(batch, 1)], dpo)
+    pools.each(Trainer.make, SGD)
+    ranks = pools.each(Trainer.train, [to_one(weighted(batch, 2))], dpo)
+    assert_close(blocks(ranks, "gradient"), whole(want.gradient))
+
+
+# -------------------------------------------------------------------------------------------- what one rank runs into
+
+
+def poisoned(batch: DataProto) -> DataProto:
+    return batch.with_columns(token={"advantages": torch.full((batch.num_tokens,), torch.nan)})
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step_on_all(pools: Pools) -> None:
+    pools.each(Trainer.make, replace(SGD, micro_batch_tokens=8))
+    before = whole(pools.weights())
+    left, right = unevenly(weighted(make_rows(LENGTHS), 2))  # of which the right one has more passes
+    for bad, step in ((True, [poisoned(left), right]), (False, [left, right])):
+        ranks = pools.each(Trainer.train, [step], GRPO)
+        assert sum((rank.metrics[0] for rank in ranks), Metrics())["train/refused_steps"].value == bad
+        assert equal(blocks(ranks, "weights"), before) == bad
+    pools.each(Trainer.train, [[left, poisoned(right)]], GRPO)
+    with pytest.raises(NonFiniteError, match=r"'policy' is nan in row train:\d.*2 steps in a row"):
+        pools.each(Trainer.train, [[left, poisoned(right)]], GRPO)
+
+
+def test_a_step_that_no_rank_has_a_token_for_is_refused_on_all(pools: Pools) -> None:
+    pools.each(Trainer.make, SGD)
+    nothing = with_masked_rows(make_rows(LENGTHS))[1]
+    with pytest.raises(EmptyBatchError, match="no token has counted"):
+        pools.each(Trainer.train, [[nothing, nothing.select([])]], GRPO)
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused_before_anything_is_made(pools: Pools) -> None:
+    for replicas in (3, 0):
+        with pytest.raises(DeviceError, match=f"replicas={replicas} does not divide the 2 ranks .*; use a divisor of 2"):
+            pools.each(Trainer.make, SGD, replicas)
+
+
+def test_a_rank_that_does_not_come_is_named_as_the_wait_for_it(pools: Pools) -> None:
+    pools.each(Trainer.make, SGD, 1, torch.float32, 0, 0.5)
+    said = pools.each(Trainer.late, evenly(make_rows(LENGTHS)), 1.0)
+    assert said[0].startswith("rank 0 of 2 waited in forward for a rank that did not come: ")
+
+
+# ---------------------------------------------------------------------------------------------- weights and snapshots
+
+
+@pytest.mark.parametrize("replicas", [1, 2], ids=["fsdp", "hsdp"])
+def test_each_rank_shows_its_blocks_of_the_weights_and_whose_copy_they_are_of(pools: Pools, replicas: int) -> None:
+    pools.each(Trainer.make, SGD, replicas)
+    layouts = pools.each(Trainer.layout)
+    assert [(layout.replicas, layout.replica) for layout in layouts] == [(replicas, i if replicas == 2 else 0) for i in range(2)]
+    assert layouts[0].specs == TorchEngine(tiny_decoder(), SGD).layout().specs
+    expected = {name: parameter.detach() for name, parameter in tiny_decoder().named_parameters()}
+    assert equal(whole(pools.weights()), expected)
+    half = sum(shard.tensor.numel() for shard in pools.each(Trainer.weights)[1])
+    assert half == sum(tensor.numel() for tensor in expected.values()) * replicas // 2
+
+
+ADAM = TrainConfig(lr=0.01, schedule="cosine", warmup_steps=2, total_steps=10, micro_batch_tokens=16)
+
+
+def test_a_snapshot_goes_on_bit_for_bit_on_as_many_ranks_and_closely_on_others(pools: Pools, tmp_path: Path) -> None:
+    first, then = batches(6, 2)[:3], batches(6, 2)[3:]
+    pools.each(Trainer.make, ADAM)
+    pools.each(Trainer.train, [evenly(batch) for batch in first], GRPO)
+    pools.each(Trainer.save, tmp_path / "two")
+    want = blocks(pools.each(Trainer.train, [evenly(batch) for batch in then], GRPO), "weights")
+
+    pools.each(Trainer.make, ADAM, 1, torch.float32, 9)  # with other weights
+    pools.each(Trainer.load, tmp_path / "two")
+    got = blocks(pools.each(Trainer.train, [evenly(batch) for batch in then], GRPO), "weights")
+    assert equal(got, want)
+
+    alone = [[weighted(batch, 1)] for batch in then]
+    pools.each(Trainer.make, ADAM, 1, torch.float32, 9, ranks=1)
+    pools.each(Trainer.load, tmp_path / "two", ranks=1)
+    pools.each(Trainer.save, tmp_path / "one", ranks=1)
+    on_one = blocks(pools.each(Trainer.train, alone, GRPO, ranks=1), "weights")
+    pools.each(Trainer.make, ADAM, 2, torch.float32, 9)
+    pools.each(Trainer.load, tmp_path / "one")
+    on_copies = blocks(pools.each(Trainer.train, [unevenly(batch) for batch in then], GRPO), "weights")
+    for name, tensor in want.items():  # AdamW divides by the root of a mean of squares, which magnifies rounding
+        torch.testing.assert_close(on_one[name], tensor, atol=2e-6, rtol=0)
+        torch.testing.assert_close(on_copies[name], tensor, atol=2e-6, rtol=0)
