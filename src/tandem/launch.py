@@ -30,7 +30,6 @@ from rich.console import Console
 from tandem import device
 from tandem.assemble.model import Model, build_model
 from tandem.assemble.phases import Phase, main_phase, supervised, warmup_phase
-from tandem.assemble.roles import begin, copies
 from tandem.assemble.rollout import Rollout, open_rollout
 from tandem.assemble.tasks import build_dataset
 from tandem.assemble.trackers import build_trackers
@@ -79,7 +78,18 @@ def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
 # -------------------------------------------------------------------------------------------------- the directory
 
 
-_CONTINUES = ("seed", "model.", "data.", "warmup.", "agent.", "algorithm.name", "rollout.group", "reference.", "teacher.")
+_CONTINUES = (
+    "seed",
+    "model.",
+    "data.",
+    "warmup.",
+    "agent.",
+    "algorithm.name",
+    "rollout.group",
+    "reference.",
+    "teacher.",
+    "process_model.path",
+)
 """Values that a resumed run must share with what it goes on with."""
 
 
@@ -164,10 +174,16 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
         if recipe.warmup is not None and first is not None and main.store.latest() is None:
             warmup = _PhaseRun(recipe, first, directory / "warmup", console, None, None, recipe.warmup.snapshot_every)
             await warmup.run(began_s)
-        if copies(phase.roles):
+        if copies := phase.roles.copies:
+            initial = directory / "initial"
             if main.store.latest() is None:
-                _save_whole(model, directory / "initial")
-            begin(phase.roles, directory / "initial")
+                _save_whole(model, initial)
+            elif not initial.is_dir():
+                raise ConfigError(
+                    f"{copies[0].name} would be a copy of the policy as the run began, and {initial} is not there: resume the run "
+                    f"with the algorithm.* that it had, or begin another one"
+                )
+            phase.roles.begin(initial)
         await main.run(began_s)
         _finish(recipe, model, main, directory, console)
 
@@ -240,7 +256,9 @@ class _PhaseRun:
             "before": dict(self.before),
             "spent_s": self._wall_s(),
         }
-        await self.store.write(step, {"train": self.phase.train.save, "queue": self.phase.queue.save}, state, score=score)
+        models = {role.name: role.engine.save for role in self.phase.roles.trained}
+        parts = {"train": self.phase.train.save, **models, "queue": self.phase.queue.save}
+        await self.store.write(step, parts, state, score=score)
         await self.phase.queue.commit(str(step))
 
     async def _restore(self) -> None:
@@ -255,6 +273,8 @@ class _PhaseRun:
             self.console.print(f"warning: {warning}", style="yellow", markup=False)
         state = cast("Mapping[str, Mapping[str, Json]]", snapshot.state)
         self.phase.train.load(snapshot.part("train"))
+        for role in self.phase.roles.trained:
+            role.engine.load(snapshot.part(role.name))
         await self.phase.queue.restore(str(snapshot.step), snapshot.part("queue"))
         self.phase.source.restore(state["source"])
         self.phase.kl.restore(state["kl"])

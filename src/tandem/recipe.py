@@ -157,6 +157,26 @@ class TeacherSection:
 
 
 @dataclass(frozen=True)
+class TrainedSection:
+    """A model that is trained beside the policy: a process reward model. Any further key is a parameter of its objective.
+
+    path: a Hugging Face directory with the vocabulary of the policy; without it, the policy as it began. train: its
+    optimiser. warmup_steps: steps of the run in which the policy is not trained yet.
+    """
+
+    EXTRA: ClassVar[str] = "params"
+
+    path: Path | None = None
+    train: TrainConfig = field(default_factory=TrainConfig)
+    warmup_steps: int = 0
+    params: dict[str, Json] = field(default_factory=dict[str, Json])
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+
+
+@dataclass(frozen=True)
 class TrainerSection:
     """steps: updates of the policy's version. eval_every, snapshot_every: in steps; 0 is only at the end."""
 
@@ -199,6 +219,7 @@ class Recipe:
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reference: ReferenceSection | None = None
     teacher: TeacherSection | None = None
+    process_model: TrainedSection | None = None
     agent: AgentSection = field(default_factory=AgentSection)
     reward: RewardConfig | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -73,6 +73,16 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a buffer longer than an answer": (("rollout.shaping.overlong_buffer_tokens=9",), ("=9", "sampling.max_tokens=8")),
     "more mini-batches than groups": (("learner.minibatches=3",), ("learner.minibatches=3", "2 groups")),
     "a run that leaves its directory": (("run.dir=null", "run.name=.."), ("name='..'",)),
+    "a model that nothing reads": (("process_model.warmup_steps=1",), ("process_model", "grpo", "prm_logprobs")),
+    "a reference that nothing reads": (("reference.path=no/such",), ("reference", "grpo", "ref_logprobs")),
+    "no teacher": (("algorithm=opd",), ("opd", "teacher.path")),
+    "a teacher that is not there": (("algorithm=opd", "teacher.path=no/such"), ("no/such",)),
+    "a policy that is never trained": (("algorithm=prime", "process_model.warmup_steps=1"), ("warmup_steps=1", "trainer.steps=1")),
+    "a parameter in two places": (
+        ("algorithm=prime", "process_model.implicit_beta=0.1"),
+        ("process_model.implicit_beta", "algorithm.implicit_beta"),
+    ),
+    "no such parameter of an objective": (("algorithm=prime", "process_model.implicit_bet=0.1"), ("implicit_bet", "implicit_beta")),
     "heads that do not divide": (("model.new.num_heads=3", "model.new.num_kv_heads=2"), ("num_heads", "3")),
 }
 
@@ -273,3 +283,27 @@ def test_two_runs_in_one_directory(finished: Path, tmp_path: Path, capsys: pytes
     os.close(descriptor)
     assert "in use" in complaint(capsys)
     assert (run / "summary.json").is_file()
+
+
+def test_a_teacher_with_another_vocabulary(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its last character has another id."""
+    other = shutil.copytree(finished / "final", tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    last = max(vocabulary, key=lambda token: vocabulary[token])
+    vocabulary["~"] = vocabulary.pop(last)
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert train(tmp_path, "algorithm=opd", f"teacher.path={other}", "warmup=null") == 2
+    message = complaint(capsys)
+    assert all(word in message for word in (str(other), "another vocabulary", "2 tokens differ", repr(last)))
+
+
+def test_a_copy_of_the_policy_cannot_join_a_run_that_has_begun(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights with which the run began are gone."""
+    begun = shutil.copytree(finished, tmp_path / "begun")
+    assert (
+        tandem("train", str(begun / "config.yaml"), f"run.dir={begun}", "trainer.steps=3", "algorithm.kl_coef=0.1", "--resume") == 2
+    )
+    assert "reference would be a copy of the policy as the run began" in complaint(capsys)

@@ -98,6 +98,29 @@ def test_what_has_a_state_of_its_own_goes_on_from_there(tmp_path: Path) -> None:
     assert len(set(coefs)) == 4
 
 
+ROLES = ["algorithm=prime", "process_model.train.lr=0.003", "learner.minibatches=1"]
+"""Beside the policy: a reference that is a copy of it, and a process model that starts as one and is trained."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed_roles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("undisturbed_roles")
+    arguments = ["train", str(write_recipe(directory)), f"run.dir={directory / 'run'}", *ROLES]
+    assert forked(arguments, directory / "log") == 0, (directory / "log").read_text()
+    return outcome(directory / "run")
+
+
+@pytest.mark.parametrize(
+    "crash", ["initial.before_rename:1", "snapshot.part.process_model:1", "update.after_step:11", "snapshot.part.process_model:3"]
+)
+def test_models_beside_the_policy_go_on_too(crash: str, undisturbed_roles: dict[str, Any], tmp_path: Path) -> None:
+    arguments = ["train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}", *ROLES]
+    log = tmp_path / "log"
+    assert forked(arguments, log, crash_at=crash) == -9, log.read_text()
+    assert forked([*arguments, "--resume"], log) == 0, log.read_text()
+    assert_same(outcome(tmp_path / "run"), undisturbed_roles)
+
+
 def test_a_finished_run_can_be_resumed(undisturbed: dict[str, Any], tmp_path: Path) -> None:
     arguments = ["train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}"]
     for resume in ([], ["--resume"]):

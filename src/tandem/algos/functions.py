@@ -39,6 +39,7 @@ LOSSES = {
     "nll": f"{_HERE}.supervised:negative_log_likelihood",
     "preference": f"{_HERE}.preferences:preference_term",
     **{name: f"{_HERE}.distillation:{name}" for name in ("topk_distillation", "jsd_distillation")},
+    "implicit_reward": f"{_HERE}.preferences:implicit_reward_term",
 }
 ADVANTAGES = {
     **{
@@ -66,6 +67,7 @@ CORRECTIONS = {
 FILTERS = {"varied_rewards": f"{_HERE}.filters:varied_rewards"}
 DERIVED = {
     "token_rewards": f"{_HERE}.returns:token_rewards",
+    "process_rewards": f"{_HERE}.returns:process_rewards",
     "most_covariant": f"{_HERE}.selection:most_covariant",
     "random_covariant": f"{_HERE}.selection:random_covariant",
 }

@@ -232,18 +232,23 @@ NOTES: dict[str, Note] = {
     ),
     "prime": Note(
         "Dense rewards of an implicit process model beside the outcome.",
-        "Outcome labels and a process model that learns with the policy; needs column process_rewards.",
+        "Outcome labels, and room for a process model that learns with the policy.",
         {"verl-recipe": "the defaults"},
     ),
     "opd": Note(
         "The teacher's logprob less the student's as each token's advantage.",
-        "A stronger teacher with the same tokenizer; needs column teacher_logprobs.",
+        "A stronger teacher with the same tokenizer: teacher.path.",
         {"NeMo-RL": "the defaults", "verl": "dual_clip=3.0 advantage_clamp=10.0"},
     ),
     "mopd": Note(
         "A group's reward advantage plus the teacher's pull.",
-        "A reward and a teacher at once; needs column teacher_logprobs.",
+        "A reward and a teacher at once: teacher.path.",
         {"slime": "distillation_coef=1.0", "ROLL": "distillation_coef=1.0"},
+    ),
+    "implicit_prm": Note(
+        "A process reward model that learns from outcomes alone.",
+        "The objective of process_model, beside prime; not for a policy.",
+        {"verl-recipe": "the defaults (beta_train is implicit_beta)"},
     ),
     "sft": Note("Maximum likelihood of demonstrations.", "Before RL, or instead of it."),
     "kd": Note(

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from tandem.algos.ratios import check
 from tandem.algos.segments import Groups, on_tokens, row_counts, row_sum
-from tandem.algos.terms import LossInputs, TokenLoss, keep, whole_groups
+from tandem.algos.terms import LossInputs, TokenLoss, keep, whole_groups, whole_rows
 from tandem.errors import ColumnError
 from tandem.types import Metric, Metrics
 
@@ -155,6 +155,21 @@ def implicit_reward_loss(implicit_q_B: Tensor, correct_B: Tensor, *, implicit_be
     """
     logit = implicit_beta * implicit_q_B
     return softplus(logit) - correct_B * logit
+
+
+@whole_rows
+def implicit_reward_term(inputs: LossInputs, *, implicit_beta: float = 0.05) -> TokenLoss:
+    """Binary cross-entropy of sigmoid(implicit_beta sum_t (x - f)) with whether R > 0, a row each (PRIME, arXiv 2502.01456).
+
+    x are the logprobs of the process reward model and f those of column ref_logprobs; reads rewards too.
+    """
+    check(implicit_beta > 0, f"implicit_beta must be positive, got {implicit_beta}")
+    q_B = row_sum(inputs.policy_logprobs - inputs.token("ref_logprobs"), inputs.mask, inputs.lengths)
+    right_B, counted_B = inputs.of_rows("rewards") > 0, row_counts(inputs.mask, inputs.lengths) > 0
+    loss_B = implicit_reward_loss(q_B, right_B.to(q_B.dtype), implicit_beta=implicit_beta)
+    agree = ((q_B.detach() > 0) == right_B)[counted_B]
+    metrics = Metrics({"implicit_accuracy": Metric(float(agree.sum()), float(len(agree)))})
+    return TokenLoss({"implicit_reward": keep(on_tokens(loss_B, inputs.lengths), inputs.mask)}, metrics)
 
 
 def implicit_reward_accuracy(implicit_q_B: Tensor, correct_B: Tensor, groups_B: Tensor) -> tuple[Tensor, Tensor]:

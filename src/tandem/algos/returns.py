@@ -124,6 +124,11 @@ def _gae(token_rewards_N: Tensor, values_N: Tensor, mask_N: Tensor, lengths_B: T
     return discounted_sums(delta, mask_N, lengths_B, gamma * lam)
 
 
+def process_rewards(prm_logprobs_N: Tensor, ref_logprobs_N: Tensor, mask_N: Tensor, *, implicit_beta: float = 0.05) -> Tensor:
+    """implicit_beta (prm - ref) on each counted token: what an implicit process reward model pays (arXiv 2412.01981)."""
+    return implicit_beta * keep(prm_logprobs_N - ref_logprobs_N, mask_N)
+
+
 def process_and_outcome(
     process_rewards_N: Tensor,
     rewards_B: Tensor,

@@ -305,6 +305,14 @@ ROWS = (
         loss="ppo_clip+kl",
         params={"aggregation": "token-mean"},
     ),
+    # ------------------------------------------------------------------------- what models beside the policy learn
+    Algorithm(
+        name="implicit_prm",
+        source="Free process rewards without process labels, arXiv 2412.01981",
+        advantage=None,
+        loss="implicit_reward",
+        params={"aggregation": "seq-mean-token-mean"},
+    ),
     # --------------------------------------------------------------------------------------------- supervised
     Algorithm(
         name="sft",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.algos.columns import unit_of
 from tandem.algos.table import configure
 from tandem.assemble.model import Model
-from tandem.assemble.roles import Role, build_roles, check_roles
+from tandem.assemble.roles import Roles, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import build_dataset
 from tandem.checkpoint.in_place import InPlace
@@ -21,7 +20,7 @@ from tandem.train.torch_engine import TorchEngine
 from tandem.trainer import stages
 from tandem.trainer.dataset import DatasetSource, DatasetSourceConfig
 from tandem.trainer.kl_control import KLControls
-from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
+from tandem.trainer.learner import LearnerConfig, MinibatchLearner
 from tandem.trainer.plan import Plan, plan
 from tandem.trainer.sampler import seed_of
 from tandem.trainer.schedule import schedule
@@ -43,7 +42,7 @@ class Phase:
     plan: Plan
     learner: MinibatchLearner
     train: TorchEngine
-    roles: tuple[Role, ...]
+    roles: Roles
     kl: KLControls
     queue: MemoryQueue
     checkpoint: InPlace
@@ -88,8 +87,15 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
             recipe.learner,
         )
     queue, chosen = MemoryQueue(recipe.queue), algorithm(recipe)
-    engine = TorchEngine(model.decoder, recipe.train.over(_updates(recipe.trainer.steps, recipe.learner)))
-    workers, roles = InlineGroup((TrainWorker(engine, queue, chosen),)), build_roles(recipe, model, chosen, queue)
+    roles = build_roles(recipe, model, chosen, queue, _updates(recipe.trainer.steps, recipe.learner))
+    if roles.warmup_steps >= recipe.trainer.steps:
+        raise ConfigError(
+            f"warmup_steps={roles.warmup_steps} of the models beside it would leave the policy none of the "
+            f"trainer.steps={recipe.trainer.steps} to be trained in; lower one or raise the other"
+        )
+    updates = _updates(recipe.trainer.steps - roles.warmup_steps, recipe.learner)
+    engine = TorchEngine(model.decoder, recipe.train.over(updates))
+    workers = InlineGroup((TrainWorker(engine, queue, chosen),))
     if chosen.params.get("bypass"):
         old_logprobs = stages.bypass(queue)
     else:
@@ -98,10 +104,9 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
     derived = stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived"))
     resample = stages.resample(chosen, queue, seed=seed_of(recipe.seed, "resample"))
     kl = KLControls(chosen)
-    of_roles = [role.stage for role in roles]
-    known = (stages.advantages(chosen, queue), old_logprobs, resample, *derived, *kl.stages(queue), *of_roles)
+    known = (stages.advantages(chosen, queue), old_logprobs, resample, *derived, *kl.stages(queue), *roles.stages)
     try:
-        planned = plan(chosen.needs, RolloutSource.columns, known)
+        planned = plan(chosen.needs | roles.needs, RolloutSource.columns, known)
     except PlanError as problem:
         raise ConfigError(f"algorithm {chosen.name} cannot be trained with yet: {problem}") from problem
     source = RolloutSource(
@@ -126,7 +131,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
         algorithm=chosen,
         source=source,
         plan=planned,
-        learner=MinibatchLearner((Trained(workers, unit_of(chosen)),), recipe.learner, seed=recipe.seed),
+        learner=MinibatchLearner(roles.learners(workers, chosen), recipe.learner, seed=recipe.seed),
         train=engine,
         roles=roles,
         kl=kl,
@@ -196,14 +201,15 @@ def _supervised_phase(
         seed=recipe.seed,
         policy=PolicyRef(),
     )
-    workers, roles = InlineGroup((TrainWorker(engine, queue, chosen),)), build_roles(recipe, model, chosen, queue)
+    workers = InlineGroup((TrainWorker(engine, queue, chosen),))
+    roles = build_roles(recipe, model, chosen, queue, _updates(steps, learner))
     return Phase(
         name=name,
         steps=steps,
         algorithm=chosen,
         source=source,
-        plan=plan(chosen.needs, source.columns, [role.stage for role in roles]),
-        learner=MinibatchLearner((Trained(workers, unit_of(chosen)),), learner, seed=recipe.seed),
+        plan=plan(chosen.needs | roles.needs, source.columns, roles.stages),
+        learner=MinibatchLearner(roles.learners(workers, chosen), learner, seed=recipe.seed),
         train=engine,
         roles=roles,
         kl=KLControls(chosen),

@@ -6,84 +6,169 @@ the policy as it is when the main phase begins, which `runs/NAME/initial` holds,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tandem.algos.columns import reads
+from tandem.algos.columns import AGGREGATION, reads, unit_of
+from tandem.algos.table import configure
 from tandem.assemble.model import Model, check_fit
 from tandem.errors import ConfigError
 from tandem.models.decoder import Decoder
 from tandem.models.hf import load_decoder, load_weights
 from tandem.ports import TransferQueue, WorkerGroup
-from tandem.recipe import Recipe, ReferenceSection, TeacherSection
+from tandem.recipe import Recipe, ReferenceSection, TeacherSection, TrainedSection
 from tandem.runtime.inline import InlineGroup
 from tandem.text.tokenizer import load_tokenizer
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.trainer import stages
+from tandem.trainer.learner import Trained
 from tandem.trainer.plan import BatchStage
-from tandem.trainer.workers import ModelWorker
+from tandem.trainer.workers import ModelWorker, TrainWorker
 from tandem.types import Algorithm
 
-FROZEN: Mapping[str, Mapping[str, str]] = {
-    "reference": {"ref_logprobs": "logprobs"},
-    "teacher": {"teacher_logprobs": "logprobs"},
+
+@dataclass(frozen=True)
+class Kind:
+    """What a role is for. outputs: its columns, and the output of its engine that each is. objective: the row that it is
+    trained for; None: it is frozen.
+    """
+
+    outputs: Mapping[str, str]
+    objective: str | None = None
+
+
+KINDS: Mapping[str, Kind] = {
+    "process_model": Kind({"prm_logprobs": "logprobs"}, "implicit_prm"),
+    "reference": Kind({"ref_logprobs": "logprobs"}),
+    "teacher": Kind({"teacher_logprobs": "logprobs"}),
 }
-"""The columns that each frozen role gives, and the output of its engine that each of them is."""
+"""By the name of their section in a recipe; those that are trained come first, since what they learn from may need another."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """A model beside the policy. path: where its weights come from; None: from the policy as the phase begins."""
+    """A model beside the policy.
+
+    path: where its weights come from; None: from the policy as the phase begins. objective: what it is trained for, if it
+    is. outputs: the columns that are read. warmup_steps: steps in which the policy is not trained yet.
+    """
 
     name: str
     model: Decoder
     path: Path | None
+    engine: TorchEngine
     workers: WorkerGroup
     outputs: Mapping[str, str]
+    objective: Algorithm | None = None
+    warmup_steps: int = 0
 
     @property
     def stage(self) -> BatchStage:
-        return stages.model_outputs(self.name, self.workers, self.outputs, "frozen")
+        return stages.model_outputs(self.name, self.workers, self.outputs, "current" if self.objective else "frozen")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models beside the policy in one phase."""
+
+    all: tuple[Role, ...]
+
+    @property
+    def stages(self) -> list[BatchStage]:
+        return [role.stage for role in self.all]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Columns that their updates read."""
+        return frozenset[str]().union(*(role.objective.needs for role in self.all if role.objective))
+
+    @property
+    def trained(self) -> tuple[Role, ...]:
+        return tuple(role for role in self.all if role.objective is not None)
+
+    @property
+    def copies(self) -> tuple[Role, ...]:
+        """Those whose model is the policy's as the phase begins."""
+        return tuple(role for role in self.all if role.path is None)
+
+    def begin(self, initial: Path) -> None:
+        """Gives the copies their weights, from the directory of the policy as it was when the phase began."""
+        for role in self.copies:
+            load_weights(role.model, initial)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which the policy is not trained yet."""
+        return max((role.warmup_steps for role in self.all), default=0)
+
+    def learners(self, policy: WorkerGroup, algorithm: Algorithm) -> tuple[Trained, ...]:
+        """What a mini-batch trains, in order: the other models, then the policy."""
+        others = [Trained(role.workers, unit_of(role.objective)) for role in self.all if role.objective]
+        return (*others, Trained(policy, unit_of(algorithm), from_version=self.warmup_steps))
 
 
 def check_roles(recipe: Recipe, algorithm: Algorithm) -> None:
     """Raises ConfigError for a role that is set and that the main phase has no use for."""
-    for name, outputs in FROZEN.items():
-        if _section(recipe, name) is not None and not _read(algorithm, outputs):
-            raise ConfigError(
-                f"{name} is set, and {algorithm.name} with its parameters reads no {' or '.join(outputs)}: leave it out"
-            )
+    used = {name for name, _, _ in _used(recipe, algorithm)}
+    for name, kind in KINDS.items():
+        if _section(recipe, name) is not None and name not in used:
+            columns = " or ".join(kind.outputs)
+            raise ConfigError(f"{name} is set, and {algorithm.name} with its parameters reads no {columns}: leave it out")
 
 
-def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, queue: TransferQueue) -> tuple[Role, ...]:
-    """The roles whose columns the algorithm reads. Raises ConfigError or ModelError where one lacks a model that fits."""
+def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, queue: TransferQueue, updates: int) -> Roles:
+    """The roles whose columns the algorithm reads. updates: of the phase, for the schedules of their learning rates.
+
+    Raises ConfigError or ModelError for a role without a model, or with one that does not fit.
+    """
     roles: list[Role] = []
-    for name, outputs in FROZEN.items():
-        if read := _read(algorithm, outputs):
-            section = _section(recipe, name)
-            path = section.path if section is not None else None
-            if path is None and name == "teacher":
-                raise ConfigError(f"{algorithm.name} learns from a teacher: give teacher.path, a Hugging Face directory")
-            roles.append(_frozen(name, path, read, recipe, model, queue))
-    return tuple(roles)
+    for name, outputs, objective in _used(recipe, algorithm):
+        section = _section(recipe, name)
+        path = section.path if section is not None else None
+        if path is None and name == "teacher":
+            raise ConfigError(f"{algorithm.name} learns from a teacher: give teacher.path, a Hugging Face directory")
+        decoder = Decoder(model.decoder.config, model.decoder.dtype) if path is None else _load(name, path, recipe, model)
+        if objective is None:
+            engine = TorchEngine(decoder, TrainConfig(micro_batch_tokens=recipe.train.micro_batch_tokens))
+            roles.append(Role(name, decoder, path, engine, InlineGroup((ModelWorker(engine, queue),)), outputs))
+            continue
+        settings = section if isinstance(section, TrainedSection) else TrainedSection()
+        engine = TorchEngine(decoder, settings.train.over(updates))
+        workers = InlineGroup((TrainWorker(engine, queue, objective, name),))
+        roles.append(Role(name, decoder, path, engine, workers, outputs, objective, settings.warmup_steps))
+    return Roles(tuple(roles))
 
 
-def _section(recipe: Recipe, name: str) -> ReferenceSection | TeacherSection | None:
-    return {"reference": recipe.reference, "teacher": recipe.teacher}[name]
+def _used(recipe: Recipe, algorithm: Algorithm) -> list[tuple[str, Mapping[str, str], Algorithm | None]]:
+    """Each role that something reads a column of: its name, those columns, and what it is trained for."""
+    wanted, found = reads(algorithm), list[tuple[str, Mapping[str, str], Algorithm | None]]()
+    for name, kind in KINDS.items():
+        outputs = {column: output for column, output in kind.outputs.items() if column in wanted}
+        if not outputs:
+            continue
+        objective = _objective(recipe, name, kind.objective, algorithm) if kind.objective is not None else None
+        if objective is not None:
+            wanted |= reads(objective)
+        found.append((name, outputs, objective))
+    return found
 
 
-def _read(algorithm: Algorithm, outputs: Mapping[str, str]) -> dict[str, str]:
-    """Those of a role's columns that the algorithm reads."""
-    wanted = reads(algorithm)
-    return {column: output for column, output in outputs.items() if column in wanted}
+def _objective(recipe: Recipe, name: str, row_name: str, algorithm: Algorithm) -> Algorithm:
+    """What a role is trained for; a parameter that the policy's row has too is set there, for both."""
+    section = _section(recipe, name)
+    settings = section if isinstance(section, TrainedSection) else TrainedSection()
+    row = configure(row_name, settings.params)
+    shared = {key: value for key, value in algorithm.params.items() if key in row.params and key not in AGGREGATION}
+    if twice := shared.keys() & settings.params.keys():
+        raise ConfigError(f"{name}.{min(twice)} is also a parameter of {algorithm.name}: set algorithm.{min(twice)}, for both")
+    return replace(row, params={**row.params, **shared})
 
 
-def _frozen(name: str, path: Path | None, outputs: Mapping[str, str], recipe: Recipe, model: Model, queue: TransferQueue) -> Role:
-    decoder = Decoder(model.decoder.config, model.decoder.dtype) if path is None else _load(name, path, recipe, model)
-    engine = TorchEngine(decoder, TrainConfig(micro_batch_tokens=recipe.train.micro_batch_tokens))
-    return Role(name, decoder, path, InlineGroup((ModelWorker(engine, queue),)), outputs)
+def _section(recipe: Recipe, name: str) -> ReferenceSection | TeacherSection | TrainedSection | None:
+    sections = {"process_model": recipe.process_model, "reference": recipe.reference, "teacher": recipe.teacher}
+    return sections[name]
 
 
 def _load(name: str, path: Path, recipe: Recipe, model: Model) -> Decoder:
@@ -98,14 +183,3 @@ def _load(name: str, path: Path, recipe: Recipe, model: Model) -> Decoder:
     decoder = load_decoder(path, model.decoder.dtype)
     check_fit(decoder, model.tokenizer, recipe, f"{name}.path={path}")
     return decoder
-
-
-def copies(roles: Sequence[Role]) -> tuple[Role, ...]:
-    """Those whose model is the policy's as the phase begins."""
-    return tuple(role for role in roles if role.path is None)
-
-
-def begin(roles: Sequence[Role], initial: Path) -> None:
-    """Gives the copies their weights, from the directory of the policy as it was when the phase began."""
-    for role in copies(roles):
-        load_weights(role.model, initial)
