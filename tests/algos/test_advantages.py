@@ -6,7 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.algos.advantages import best_of_group, group_baseline, spread
+from tandem.algos.advantages import (
+    batch_baseline,
+    best_of_group,
+    decoupled_normalization,
+    group_baseline,
+    length_weighted_baseline,
+    mean_normalized,
+    no_baseline,
+    nonzero_scaled_baseline,
+    soft_mean_centred,
+    spread,
+)
 from tandem.errors import NonFiniteError
 
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 3.0, 1.0, 2.0])
@@ -86,3 +97,100 @@ def test_of_equal_bests_none_learns() -> None:
 def test_spread_gives_each_counted_token_its_rows_value() -> None:
     mask = torch.tensor([False, True, True, True, False])
     assert spread(torch.tensor([2.0, torch.nan, -1.0]), mask, torch.tensor([3, 0, 2])).tolist() == [0, 2, 2, -1, 0]
+
+
+GROUP = torch.tensor([4, 4, 4, 9])  # three companions and one alone
+
+
+def test_baselines_of_the_batch() -> None:
+    assert batch_baseline(torch.tensor([1.0, 0.0, 0.5])).tolist() == [0.5, -0.5, 0.0]
+    assert batch_baseline(torch.zeros(0)).tolist() == []
+    assert no_baseline(torch.tensor([1.0, -2.0], dtype=torch.float64)).tolist() == [1.0, -2.0]
+    assert no_baseline(torch.ones(1, dtype=torch.float64)).dtype == torch.float32
+
+
+def test_a_baseline_weighted_by_length() -> None:
+    """(1 * 1 + 3 * 0 + 4 * 0.5) / 8 = 0.375."""
+    rewards, counts = torch.tensor([1.0, 0.0, 0.5, 7.0]), torch.tensor([1, 3, 4, 5])
+    assert length_weighted_baseline(rewards, GROUP, counts).tolist() == [0.625, -0.375, 0.125, 0.0]
+    assert length_weighted_baseline(rewards + 2, GROUP, counts).tolist() == [0.625, -0.375, 0.125, 0.0]
+    nothing = length_weighted_baseline(torch.tensor([1.0, 1.0]), torch.tensor([1, 1]), torch.zeros(2))
+    assert nothing.tolist() == [0.0, 0.0]
+
+
+def test_a_scale_by_how_many_rewards_are_not_zero() -> None:
+    """Four episodes, three of them with a reward; the group's mean is 0.5."""
+    found = nonzero_scaled_baseline(torch.tensor([1.0, 0.0, 0.5, 7.0]), GROUP)
+    torch.testing.assert_close(found, 4 / 3 * torch.tensor([0.5, -0.5, 0.0, 0.0]))
+    assert nonzero_scaled_baseline(torch.zeros(4), GROUP).tolist() == [0.0] * 4
+
+
+def test_rewards_over_the_mean_of_their_group() -> None:
+    found = mean_normalized(torch.tensor([1.0, 0.0, 0.5, 7.0]), GROUP, mean_eps=0.5)
+    assert found.tolist() == [0.5, -0.5, 0.0, 0.0]
+    assert mean_normalized(torch.tensor([-1.0, 0.0, 1.0, 7.0]), GROUP).tolist() == [0.0] * 4  # a mean of 0 has never succeeded
+    assert mean_normalized(torch.zeros(2), torch.zeros(2).long(), mean_eps=0.0).tolist() == [0.0, 0.0]
+
+
+def test_the_best_of_a_group_learns_by_its_lead() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.5, 7.0])  # deviation 0.5
+    assert best_of_group(rewards, GROUP, scale="none").tolist() == [0.5, 0.0, 0.0, 0.0]
+    assert best_of_group(rewards, GROUP, std_eps=0.5).tolist() == [0.5, 0.0, 0.0, 0.0]
+    assert best_of_group(rewards, GROUP, std_eps=0.0).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert best_of_group(rewards - 5, GROUP, scale="none").tolist() == [0.5, 0.0, 0.0, 0.0]
+    assert best_of_group(torch.tensor([1.0, 1.0, 0.0, 7.0]), GROUP).tolist() == [0.0] * 4
+    assert best_of_group(torch.ones(4), GROUP, std_eps=0.0).tolist() == [0.0] * 4
+
+
+def test_each_reward_is_normalised_by_itself() -> None:
+    components = torch.tensor([[1.0, 10.0], [0.0, 30.0], [0.5, 20.0], [7.0, 7.0]])
+    first, second = torch.tensor([1.0, -1.0, 0.0, 0.0]), torch.tensor([-1.0, 1.0, 0.0, 0.0])
+    exact = {"std_eps": 0.0}
+    torch.testing.assert_close(decoupled_normalization(components, GROUP, **exact), first + second)  # type: ignore[arg-type]
+    weighted = decoupled_normalization(components, GROUP, reward_weights=[1.0, 0.25], std_eps=0.0)
+    torch.testing.assert_close(weighted, first + 0.25 * second)
+    biased = decoupled_normalization(components, GROUP, reward_weights=[1.0, 0.25], std_eps=0.0, ddof=0)
+    torch.testing.assert_close(biased, weighted * 1.5**0.5)
+    alone = decoupled_normalization(components, GROUP, reward_weights=[1.0, 0.25], singleton="reward")
+    assert alone[3].item() == 7.0 * 1.25
+    for wrong in ([1.0], [1.0, 1.0, 1.0]):
+        with pytest.raises(ValueError, match="2 reward components"):
+            decoupled_normalization(components, GROUP, reward_weights=wrong)
+
+
+def test_the_soft_mean() -> None:
+    rewards = torch.tensor([1.0, 0.0])
+    soft = math.log((math.exp(2.0) + 1) / 2) / 2
+    assert soft_mean_centred(rewards, soft_mean_beta=2.0).tolist() == pytest.approx([1 - soft, -soft])
+
+
+def test_every_estimator_refuses_a_reward_that_is_not_finite() -> None:
+    bad, groups = torch.tensor([0.0, math.nan]), torch.zeros(2, dtype=torch.int64)
+    for call in (
+        lambda: batch_baseline(bad),
+        lambda: no_baseline(bad),
+        lambda: length_weighted_baseline(bad, groups, torch.ones(2)),
+        lambda: nonzero_scaled_baseline(bad, groups),
+        lambda: mean_normalized(bad, groups),
+        lambda: best_of_group(bad, groups),
+        lambda: soft_mean_centred(bad),
+    ):
+        with pytest.raises(NonFiniteError):
+            call()
+
+
+def test_the_deviation_of_the_others_is_small_but_real() -> None:
+    """Others of 0 and 1e-5 have a deviation; what rounding leaves of equal ones is 1e-12 of the squares and has none."""
+    rewards = torch.tensor([0.0, 1e-5, 1.0], dtype=torch.float64)
+    found = group_baseline(rewards, torch.zeros(3, dtype=torch.int64), leave_one_out=True, std_eps=0.0)
+    assert found[2].item() == pytest.approx((1 - 5e-6) / (1e-5 / 2**0.5), rel=1e-4)
+
+
+def test_ddof_with_two_members() -> None:
+    """Two rewards 1 apart: a deviation of 0.5 with ddof 0 and of 0.7071 with 1; of one other there is none."""
+    rewards, groups = torch.tensor([1.0, 0.0]), torch.tensor([1, 1])
+    assert group_baseline(rewards, groups, ddof=0, std_eps=0.0).tolist() == [1.0, -1.0]
+    assert group_baseline(rewards, groups, ddof=1, std_eps=0.0).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    assert group_baseline(rewards, groups, leave_one_out=True).tolist() == [1.0, -1.0]
+    assert group_baseline(rewards, groups, scale="batch", std_eps=0.0).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    assert group_baseline(torch.tensor([3.0]), torch.tensor([1]), scale="batch", std_eps=0.0).tolist() == [0.0]

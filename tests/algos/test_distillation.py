@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import torch
 from torch import Tensor
 
 from tandem.algos.aggregation import aggregate, loss_weights
-from tandem.algos.distillation import generalized_jsd, jsd_distillation, topk_distillation
+from tandem.algos.distillation import (
+    generalized_jsd,
+    jensen_shannon,
+    jsd_distillation,
+    topk_distillation,
+    topk_kl_at,
+    with_rest,
+)
 from tandem.algos.table import configure
 from tandem.algos.terms import LossInputs
 from tandem.errors import ColumnError, ConfigError
@@ -97,3 +105,51 @@ def test_what_each_row_reads_says_where_its_responses_come_from() -> None:
 def test_what_makes_no_sense_is_refused_with_the_reason(name: str, params: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         configure(name, params)
+
+
+STUDENT, TEACHER = torch.tensor([[0.5, 0.25], [0.1, 0.1]]).double().log(), torch.tensor([[0.25, 0.5], [0.6, 0.3]]).double().log()
+
+
+@pytest.mark.parametrize(
+    ("direction", "want"),
+    [
+        # sum T log(T / S): 0.25 log 0.5 + 0.5 log 2, and of the second 0.6 log 6 + 0.3 log 3; the other way round likewise
+        ("forward", [0.25 * math.log(2), 0.6 * math.log(6) + 0.3 * math.log(3)]),
+        ("reverse", [0.25 * math.log(2), -0.1 * math.log(18)]),
+        ("mixed", [0.25 * math.log(2), 0.75 * (0.6 * math.log(6) + 0.3 * math.log(3)) - 0.25 * 0.1 * math.log(18)]),
+    ],
+)
+def test_the_divergence_over_the_top_k_by_hand(direction: Any, want: list[float]) -> None:
+    found = topk_kl_at(STUDENT, TEACHER, direction=direction, mixed_weight=0.75, floor=False)
+    assert found.loss.tolist() == pytest.approx(want)
+    assert found.student_mass.tolist() == pytest.approx([0.75, 0.2])
+    floored = topk_kl_at(STUDENT, TEACHER, direction=direction, mixed_weight=0.75)
+    assert floored.loss.tolist() == pytest.approx([max(value, 0.0) for value in want])
+    mask = torch.tensor([True, True])
+    term = topk_distillation(
+        inputs(STUDENT, TEACHER, mask), direction=direction, mixed_weight=0.75, floor=False, distillation_coef=2.0
+    )
+    assert term.terms["distillation"].tolist() == pytest.approx([2 * value for value in want])
+    assert term.metrics.values_by_name() == pytest.approx({"kl_distillation": sum(want) / 2, "student_mass": 0.475})
+
+
+def test_the_jensen_shannon_divergence_by_hand() -> None:
+    s, t = torch.tensor([[0.8, 0.2]]).double(), torch.tensor([[0.4, 0.6]]).double()
+    middle = [0.25 * 0.4 + 0.75 * 0.8, 0.25 * 0.6 + 0.75 * 0.2]
+    of_teacher = 0.4 * math.log(0.4 / middle[0]) + 0.6 * math.log(0.6 / middle[1])
+    of_student = 0.8 * math.log(0.8 / middle[0]) + 0.2 * math.log(0.2 / middle[1])
+    assert jensen_shannon(s.log(), t.log(), jsd_beta=0.25).item() == pytest.approx(0.25 * of_teacher + 0.75 * of_student)
+    assert jensen_shannon(s.log(), t.log(), jsd_beta=0.0).item() == pytest.approx(0.4 * math.log(0.5) + 0.6 * math.log(3))
+    assert jensen_shannon(s.log(), t.log(), jsd_beta=1.0).item() == pytest.approx(0.8 * math.log(2) + 0.2 * math.log(1 / 3))
+    hot = generalized_jsd(4 * s.log(), 4 * t.log(), jsd_beta=0.25, jsd_temperature=4.0)
+    assert hot.item() == pytest.approx(0.25 * of_teacher + 0.75 * of_student)
+
+
+def test_all_other_tokens_count_as_one() -> None:
+    found = with_rest(torch.tensor([[0.5, 0.25], [0.6, 0.4]]).double().log()).exp()
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.25, 0.25], [0.6, 0.4, 1e-6]]).double(), rtol=1e-6, atol=1e-9)
+    mask = torch.tensor([True, False])
+    term = jsd_distillation(inputs(STUDENT, TEACHER, mask), jsd_beta=0.25, distillation_coef=2.0)
+    want = jensen_shannon(with_rest(STUDENT), with_rest(TEACHER), jsd_beta=0.25)
+    assert term.terms["distillation"].tolist() == pytest.approx([2 * want[0].item(), 0.0])
+    assert term.metrics.values_by_name() == pytest.approx({"kl_distillation": want[0].item(), "student_mass": 0.75})

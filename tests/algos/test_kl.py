@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -30,3 +32,24 @@ def test_equal_policies_have_exactly_zero() -> None:
     logprobs = torch.randn(100)
     for estimator in ("k1", "abs", "k2", "k3"):
         assert not bool(kl_divergence(logprobs, logprobs, estimator=estimator).any())
+
+
+def test_k3_far_below_the_reference_has_a_gradient_of_zero_and_not_nan() -> None:
+    """exp(200) is infinite in float32, and 0 times that is NaN."""
+    logprobs = torch.tensor([-200.0]).requires_grad_()
+    kl_divergence(logprobs, torch.zeros(1)).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.0]
+
+
+def test_the_weight_of_a_token_is_bounded() -> None:
+    """Weighted: exp of at most 20, either side, without gradient beyond. Unbiased: min(ratio, 10)."""
+    logprobs = torch.tensor([1.0, 30.0, -30.0, 4.0], dtype=torch.float64).requires_grad_()
+    old, ref = torch.zeros(4, dtype=torch.float64), logprobs.detach() - 0.5
+    weighted = kl_divergence(logprobs, ref, estimator="k1", gradient="weighted", old_logprobs_N=old)
+    want = torch.tensor([1.0, 20.0, -20.0, 4.0], dtype=torch.float64).exp() / 2
+    torch.testing.assert_close(weighted.detach(), want, rtol=1e-12, atol=0)
+    unbiased = kl_divergence(logprobs, ref, estimator="k1", gradient="unbiased", old_logprobs_N=old)
+    (found,) = torch.autograd.grad(unbiased.sum(), logprobs)
+    want = [math.exp(1) / 2, 5.0, math.exp(-20) / 2, 5.0]
+    assert found.tolist() == pytest.approx(want, rel=1e-9)

@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.algos import policy_losses
 from tandem.algos.composition import loss_sum
 from tandem.algos.extra_terms import kl_term
-from tandem.algos.policy_losses import ppo_clip
+from tandem.algos.policy_losses import importance_weighted, ppo_clip
 from tandem.algos.supervised import negative_log_likelihood
 from tandem.algos.terms import LossInputs
 from tandem.errors import ColumnError
 
+COLUMNS = ("old_logprobs", "advantages")
 ppo_with_kl = loss_sum(ppo_clip, kl_term)
 
 
@@ -115,6 +117,51 @@ def test_supervised_loss_is_the_negative_logprob_of_counted_tokens() -> None:
     assert gradient(given, result.loss) == [-1, -1, 0]
     assert result.metrics["nll"].value == pytest.approx(1.5 * math.log(2))
     assert result.metrics["nll"].count == 2
+
+
+METRICS: list[tuple[str, dict[str, float], dict[str, float]]] = [
+    # ratios 1.5, 0.5, 1 and 2; advantages 1, -1, 0 and -2
+    ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2}, {"clip_fraction": 0.5}),
+    ("ppo_clip", {"clip_low": 0.5, "clip_high": 0.5}, {"clip_fraction": 0.0}),
+    ("importance_weighted", {}, {}),
+    ("truncated_reinforce", {"ratio_low": 0.5, "ratio_high": 1.5}, {"clip_fraction": 0.25}),
+    ("tapered_reinforce", {}, {"clip_fraction": 0.75}),
+    ("cispo", {"clip_low": 0.2, "clip_high": 0.2}, {"clip_fraction": 0.75}),
+    ("sapo", {}, {}),
+    ("mirror_descent", {}, {}),
+    ("dppo_tv", {"clip_low": 0.1, "clip_high": 0.1}, {"clip_fraction": 0.5}),
+    ("dppo_kl", {"clip_low": 0.07, "clip_high": 0.04}, {"clip_fraction": 0.5}),
+    ("kl_cov", {}, {"abs_log_ratio": (math.log(1.5) + 2 * math.log(2)) / 4}),
+    ("clip_cov", {"clip_low": 0.2, "clip_high": 0.2}, {"clip_fraction": 0.75}),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "own"), METRICS)
+def test_what_is_reported_of_a_batch(name: str, params: dict[str, float], own: dict[str, float]) -> None:
+    """Tokens: good and clipped, bad and clipped, neutral, bad and not clipped; then one that is masked."""
+    old = torch.full((5,), 0.3).log()
+    given = inputs(
+        [0.45, 0.15, 0.3, 0.6, 0.9],
+        [1.0, -1.0, 0.0, -2.0, 5.0],
+        [True] * 4 + [False],
+        old_logprobs=old,
+        rewards=torch.tensor([1.0]),
+        most_covariant=torch.tensor([1, 0, 0, 0, 1]),
+        random_covariant=torch.tensor([0, 0, 1, 0, 1]),
+    )
+    if name == "tapered_reinforce":
+        given = LossInputs(given.logprobs, given.mask, torch.tensor([3, 2]), {**given.columns, "rewards": torch.tensor([1.0, 0.0])})
+    found = getattr(policy_losses, name)(given, **params).metrics
+    want = {"ratio": 5 / 4, "ratio_max": 2.0, "kl_old_new": -(math.log(1.5) + math.log(0.5) + math.log(2)) / 4, **own}
+    assert found.values_by_name() == pytest.approx(want, rel=1e-5, abs=1e-6)
+    assert found["ratio"].count == 4
+
+
+def test_no_metric_of_a_batch_without_tokens_fails() -> None:
+    none = LossInputs(
+        torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), dict.fromkeys(COLUMNS, torch.zeros(0))
+    )
+    assert importance_weighted(none).metrics["ratio_max"].value == 0.0
 
 
 def test_entropy_is_reported_where_the_engine_gives_it() -> None:

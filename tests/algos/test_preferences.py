@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from tandem.algos.columns import loss_ref, unit_of
 from tandem.algos.composition import loss_sum
 from tandem.algos.functions import loss_function
 from tandem.algos.policy_losses import ppo_clip
-from tandem.algos.preferences import preference_term
+from tandem.algos.preferences import (
+    implicit_reward_accuracy,
+    implicit_reward_loss,
+    preference_loss,
+    preference_term,
+    reward_model_loss,
+)
 from tandem.algos.sequence_losses import sequence_clip
 from tandem.algos.table import ALGORITHMS, configure
 from tandem.algos.terms import LossInputs, TokenLoss, scope_of
@@ -135,3 +142,66 @@ def test_a_sum_has_the_scope_of_its_widest_part() -> None:
 def test_what_makes_no_sense_is_refused_with_the_reason(name: str, params: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         configure(name, params)
+
+
+PAIR = torch.tensor([[-3.0, -4.0], [-1.0, -2.5]], dtype=torch.float64)
+REF = torch.tensor([[-3.5, -3.0], [-1.5, -3.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("preference", "smoothing", "want"),
+    [
+        # gains 0.5 and -1, 0.5 and 0.5, so h is 1.5 and 0; beta 0.5, so the margin of ipo is 1
+        ("sigmoid", 0.0, [math.log1p(math.exp(-0.75)), math.log(2)]),
+        ("sigmoid", 0.1, [0.9 * math.log1p(math.exp(-0.75)) + 0.1 * math.log1p(math.exp(0.75)), math.log(2)]),
+        ("robust", 0.1, [(0.9 * math.log1p(math.exp(-0.75)) - 0.1 * math.log1p(math.exp(0.75))) / 0.8, math.log(2)]),
+        ("ipo", 0.0, [0.25, 1.0]),
+        ("hinge", 0.0, [0.25, 1.0]),
+        ("sppo_hard", 0.0, [0.25 + 0.0, 0.25 + 2.25]),
+    ],
+)
+def test_what_a_pair_costs(preference: Any, smoothing: float, want: list[float]) -> None:
+    found = preference_loss(PAIR, REF, preference=preference, beta=0.5, label_smoothing=smoothing)
+    assert found.loss.tolist() == pytest.approx(want)
+    assert found.rewards.tolist() == [[0.25, -0.5], [0.25, 0.25]]
+    assert found.accuracy.item() == 0.5  # equal rewards do not tell them apart
+
+
+def test_a_hinge_never_pays() -> None:
+    far = preference_loss(torch.tensor([[9.0, 0.0]]), torch.zeros(1, 2), preference="hinge", beta=0.5)
+    assert far.loss.tolist() == [0.0]
+    lengths = torch.tensor([[2.0, 4.0], [1.0, 1.0]])
+    means = preference_loss(PAIR, REF, lengths, preference="ipo", beta=0.5)
+    assert means.loss.tolist() == [(0.25 + 0.25 - 1) ** 2, 1.0]
+    assert means.rewards.tolist() == [[0.25, -0.5], [0.25, 0.25]]
+    with pytest.raises(ValueError, match="leave its lengths out"):
+        preference_loss(PAIR, REF, lengths, preference="hinge")
+
+
+def test_a_reward_model_learns_which_is_better() -> None:
+    scores = torch.tensor([[1.0, 0.5], [0.0, 2.0]])
+    plain = reward_model_loss(scores)
+    assert plain.loss.tolist() == pytest.approx([math.log1p(math.exp(-0.5)), math.log1p(math.exp(2.0))])
+    assert plain.accuracy.item() == 0.5
+    margin = reward_model_loss(scores, torch.tensor([0.25, 1.0]), centre_coef=0.1)
+    want = [math.log1p(math.exp(-0.25)) + 0.1 * 1.5**2, math.log1p(math.exp(3.0)) + 0.1 * 2**2]
+    assert margin.loss.tolist() == pytest.approx(want)
+    assert not reward_model_loss(scores.requires_grad_()).rewards.requires_grad
+
+
+def test_an_implicit_reward_is_a_logit_of_the_outcome() -> None:
+    found = implicit_reward_loss(torch.tensor([2.0, -1.0]), torch.tensor([1.0, 0.0]), implicit_beta=0.5)
+    assert found.tolist() == pytest.approx([math.log1p(math.exp(-1.0)), math.log1p(math.exp(-0.5))])
+
+
+def test_how_well_an_implicit_reward_tells_right_from_wrong() -> None:
+    """Group 1: 2 and -1 are right, 1 and -2 wrong: 3 of 4 pairs. Group 2: right below wrong. Group 3: no pair."""
+    sums = torch.tensor([2.0, 1.0, -1.0, -2.0, 0.5, 0.75, 3.0])
+    correct, groups = torch.tensor([1, 0, 1, 0, 1, 0, 1]), torch.tensor([1, 1, 1, 1, 2, 2, 3])
+    pairs, signs = implicit_reward_accuracy(sums, correct, groups)
+    assert pairs.item() == pytest.approx((4 * 0.75 + 2 * 0.0) / 6)
+    assert signs.item() == pytest.approx(4 / 7)
+    nothing, _ = implicit_reward_accuracy(sums, torch.ones(7), groups)
+    assert nothing.isnan()
+    equal, absolute = implicit_reward_accuracy(torch.zeros(2), torch.tensor([1, 0]), torch.tensor([1, 1]))
+    assert (equal.item(), absolute.item()) == (0.0, 0.5)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.algos.shaping import Resampling, resample_counts, resampling_probabilities, resampling_weights
+from tandem.algos.shaping import (
+    Resampling,
+    overlong_penalty,
+    resample_counts,
+    resampling_probabilities,
+    resampling_weights,
+    stop_properly,
+)
 
 
 def counts(rewards: list[float], uniforms: list[float], method: Resampling = "pow", weight_pow: float = 2.0) -> list[float]:
@@ -36,3 +43,27 @@ def test_numbers_spread_evenly_give_each_episode_its_share_to_within_one_draw(me
 
 def test_rewards_of_nothing_are_drawn_alike() -> None:
     assert counts([0, 0, 0, 0], [0.1, 0.3, 0.6, 0.9]) == [1, 1, 1, 1]
+
+
+def test_weights_of_a_draw_by_hand() -> None:
+    scores = torch.tensor([1.0, -2.0, 0.5, 1.0])
+    assert resampling_weights(scores).tolist() == pytest.approx([1, 4, 0.25, 1], abs=1e-6)
+    assert resampling_weights(scores, weight_pow=3.0).tolist() == pytest.approx([1, 8, 0.125, 1], abs=1e-6)
+    assert resampling_weights(scores, method="max_min").tolist() == pytest.approx([1, 1, 0, 1], abs=1e-6)
+    assert resampling_weights(scores, method="max_random").tolist() == pytest.approx([0.4, 0.1, 0.1, 0.4], abs=1e-6)
+    assert resampling_weights(torch.zeros(1)).item() == pytest.approx(1e-8)
+    assert resampling_probabilities(torch.tensor([1.0, 3.0])).tolist() == [0.25, 0.75]
+
+
+def test_overlong_responses_pay_for_what_is_in_the_buffer() -> None:
+    lengths = torch.tensor([5, 6, 7, 10, 12])
+    found = overlong_penalty(torch.ones(5), lengths, max_len=10, buffer_len=4)
+    assert found.tolist() == [1.0, 1.0, 0.75, 0.0, 0.0]
+    assert overlong_penalty(torch.ones(5), lengths, max_len=10, buffer_len=4, penalty_factor=0.5).tolist()[2:] == [0.875, 0.5, 0.5]
+
+
+def test_what_ran_out_of_tokens_earns_less() -> None:
+    rewards, truncated = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([1, 0, 1])
+    assert stop_properly(rewards, truncated, coef=0.5).tolist() == [0.5, -1.0, 1.0]
+    assert stop_properly(rewards, truncated, coef=0.0).tolist() == [0.0, -1.0, 0.0]
+    assert stop_properly(rewards, truncated, coef=-1.5).tolist() == [-1.5, -1.0, -1.5]

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import torch
+
+from tandem.algos.segments import (
+    Groups,
+    discounted_sums,
+    last_counted,
+    next_in_row,
+    on_tokens,
+    row_counts,
+    row_max,
+    row_mean,
+    row_of_token,
+    row_sum,
+)
+
+#   rows of 4, 0, 2 and 1 tokens; the last has none that counts
+LENGTHS = torch.tensor([4, 0, 2, 1])
+MASK = torch.tensor([True, False, True, True, False, True, False])
+VALUES = torch.tensor([1.0, 9.0, -2.0, 4.0, 9.0, -3.0, 9.0])
+
+
+def test_rows() -> None:
+    assert row_of_token(LENGTHS).tolist() == [0, 0, 0, 0, 2, 2, 3]
+    assert on_tokens(torch.tensor([5, 6, 7, 8]), LENGTHS).tolist() == [5, 5, 5, 5, 7, 7, 8]
+    assert row_counts(MASK, LENGTHS).tolist() == [3, 0, 1, 0]
+    assert row_sum(VALUES, MASK, LENGTHS).tolist() == [3.0, 0.0, -3.0, 0.0]
+    assert row_mean(VALUES, MASK, LENGTHS).tolist() == [1.0, 0.0, -3.0, 0.0]
+    assert row_max(VALUES, MASK, LENGTHS).tolist() == [4.0, 0.0, -3.0, 0.0]
+    assert last_counted(MASK, LENGTHS).long().tolist() == [0, 0, 0, 1, 0, 1, 0]
+    assert next_in_row(VALUES, MASK, LENGTHS).tolist() == [-2.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_gradients_reach_counted_tokens_only() -> None:
+    for reduce, want in ((row_sum, [1, 0, 1, 1, 0, 1, 0]), (row_mean, [1 / 3, 0, 1 / 3, 1 / 3, 0, 1, 0])):
+        values = torch.where(MASK, VALUES, torch.nan).requires_grad_()
+        (found,) = torch.autograd.grad(reduce(values, MASK, LENGTHS).sum(), values)
+        torch.testing.assert_close(found, torch.tensor(want, dtype=torch.float32))
+
+
+def test_discounted_sums_step_over_what_is_masked() -> None:
+    assert discounted_sums(VALUES, MASK, LENGTHS, 1.0).tolist() == [3.0, 0.0, 2.0, 4.0, 0.0, -3.0, 0.0]
+    assert discounted_sums(VALUES, MASK, LENGTHS, 0.5).tolist() == [1.0, 0.0, 0.0, 4.0, 0.0, -3.0, 0.0]
+    assert discounted_sums(VALUES, MASK, LENGTHS, 0.0).tolist() == [1.0, 0.0, -2.0, 4.0, 0.0, -3.0, 0.0]
+    by_row = discounted_sums(torch.ones(7), torch.ones(7, dtype=torch.bool), LENGTHS, torch.tensor([0.5, 9.0, 0.0, 9.0]))
+    assert by_row.tolist() == [1.875, 1.75, 1.5, 1.0, 1.0, 1.0, 1.0]
+    long = discounted_sums(torch.ones(11), torch.ones(11, dtype=torch.bool), torch.tensor([9, 2]), 0.5)
+    assert long.tolist() == [2 - 2.0**-left for left in range(8, -1, -1)] + [1.5, 1.0]
+    assert discounted_sums(torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), 0.5).tolist() == []
+    assert not discounted_sums(VALUES.clone().requires_grad_(), MASK, LENGTHS, 0.5).requires_grad
+
+
+def test_groups_by_id() -> None:
+    groups = Groups(torch.tensor([7, -1, 7, 40]))
+    values = torch.tensor([1.0, 5.0, -3.0, -2.0])
+    assert groups.num == 3
+    assert groups.size.tolist() == [2, 1, 2, 1]
+    assert groups.sum(values).tolist() == [-2.0, 5.0, -2.0, -2.0]
+    assert groups.mean(values).tolist() == [-1.0, 5.0, -1.0, -2.0]
+    assert groups.lowest(values).tolist() == [-3.0, 5.0, -3.0, -2.0]
+    assert groups.highest(values).tolist() == [1.0, 5.0, 1.0, -2.0]
+    assert groups.mean(values).dtype == torch.float32
