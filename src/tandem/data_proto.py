@@ -245,11 +245,11 @@ class DataProto:
         )
 
     def select(self, rows: Sequence[int]) -> DataProto:
-        """The rows at these positions, in this order. Raises ColumnError for a position that is not there."""
+        """The rows at these positions, in this order; views where they are consecutive. Raises ColumnError for no such position."""
         if wrong := [row for row in rows if not 0 <= row < len(self)]:
             raise ColumnError(f"no row {wrong[0]} in a batch of {len(self)} rows")
-        if list(rows) == list(range(len(self))):
-            return self
+        if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
+            return self if len(rows) == len(self) else self.split([rows[0], len(rows), len(self) - rows[0] - len(rows)])[1]
         return self._gather(rows, tuple(self.keys[i] for i in rows))
 
     def by_keys(self, keys: Iterable[Key]) -> DataProto:

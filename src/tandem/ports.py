@@ -222,7 +222,7 @@ class TransferQueue(Protocol):
         ...
 
     async def get(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
-        """These columns of these rows, in the order of `keys`."""
+        """These columns of these rows, in the order of `keys`, which may be none: then the columns are there, and empty."""
         ...
 
     async def ack(self, lease: Lease) -> None:

@@ -16,9 +16,14 @@ from tandem.ports import Consumer, TransferQueue
 from tandem.queue.fake import FakeQueue
 from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
 from tandem.types import GroupKey, Key, PolicyRef
+from tests.runtime.served import served
 
 Make = Callable[[], TransferQueue]
-BACKENDS: dict[str, Make] = {"memory": lambda: MemoryQueue(MemoryQueueConfig(stall_limit_s=0.02)), "fake": FakeQueue}
+BACKENDS: dict[str, Make] = {
+    "memory": lambda: MemoryQueue(MemoryQueueConfig(stall_limit_s=0.02)),
+    "memory in another process's hands": lambda: served(lambda: MemoryQueue(MemoryQueueConfig(stall_limit_s=0.02))),
+    "fake": FakeQueue,
+}
 LEARNER = Consumer("learner")
 TOKENS = frozenset({"tokens"})
 
@@ -156,6 +161,20 @@ def test_columns_are_joined_by_key_and_waited_for(make: Make) -> None:
         await queue.ack(lease)
         with pytest.raises(QueueError, match=r"train:0\.0\.0"):
             await queue.get((key(0),), TOKENS)
+
+    run(scenario())
+
+
+def test_no_rows_have_columns_too(make: Make) -> None:
+    async def scenario() -> None:
+        queue = make()
+        with pytest.raises(QueueError, match="no row in the queue"):
+            await queue.get((), TOKENS)
+        await fill(queue, range(2))
+        none = await queue.get((), TOKENS)
+        assert len(none) == 0
+        assert none["tokens"].shape == (0,)
+        await queue.write(none)
 
     run(scenario())
 

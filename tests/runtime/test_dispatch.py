@@ -64,7 +64,7 @@ def test_a_realistic_batch_is_balanced_within_3_percent(parts: int) -> None:
 def test_rows_that_can_stay_together_do() -> None:
     assert balanced([4] * 8, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert balanced([9, 1, 1, 1], 2) == [[0], [1, 2, 3]]
-    assert balanced([2, 8, 2], 2) == [[1], [0, 2]]
+    assert balanced([6, 5, 4, 5], 2) == [[0, 2], [1, 3]]  # neighbours: 11 and 9
 
 
 def rows(*ordinals: int) -> DataProto:

@@ -17,8 +17,10 @@ import torch
 
 from tandem.device import Hardware
 from tandem.errors import RegistryError, RunError, StalledError, WorkerError
+from tandem.runtime.forkserver import fork_server
 from tandem.runtime.placement import ResourcePool, place
 from tandem.runtime.process import Processes, ProcessGroup
+from tandem.runtime.worker import Do
 from tests.runtime.workers import Worker
 
 FACTORY = "tests.runtime.workers:Worker"
@@ -111,6 +113,23 @@ def test_ranks_that_have_met_can_meet_again_in_new_groups(run: Callable[..., Non
             assert await group.call_each(Worker.add_in_a_new_group) == [1.0, 1.0]
 
     run(use, collectives=True)
+
+
+def test_all_ranks_meet_in_the_order_of_the_calls(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        sums = await asyncio.gather(group.call_each(Worker.add_later, 1.0, 0), group.call_each(Worker.add_later, 10.0, 1))
+        assert sums == [[2.0, 2.0], [20.0, 20.0]]
+
+    run(use, collectives=True)
+
+
+def test_calls_that_wait_overlap_where_no_rank_meets_another(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        waiting = asyncio.ensure_future(group.call(Worker.wait))
+        assert await group.call(Worker.echo, 1) == 1
+        waiting.cancel()
+
+    run(use)
 
 
 def test_a_call_without_progress_shows_where_each_rank_stands(run: Callable[..., None]) -> None:
@@ -249,16 +268,47 @@ def test_roles_of_one_pool_share_its_processes_and_a_factory_that_fails_is_the_c
     asyncio.run(main())
 
 
-def test_a_killed_worker_takes_along_what_it_started(run: Callable[..., list[int]]) -> None:
-    children = run(lambda group: group.call_each(Worker.child))
-    assert len(children) == 2
-    assert gone_within(children, 5)
+def test_a_worker_takes_along_what_it_started(run: Callable[..., list[int]]) -> None:
+    async def use(group: ProcessGroup) -> list[int]:
+        started = await group.call_each(Worker.child)
+        os.kill((await group.call_each(Worker.pid))[0], signal.SIGKILL)
+        assert await asyncio.to_thread(gone_within, started[:1], 5)
+        return started
+
+    started = run(use)
+    assert len(started) == 2
+    assert gone_within(started, 5)
+
+
+def test_a_fork_server_that_dies_ends_its_workers_and_is_replaced(run: Callable[..., list[int]]) -> None:
+    async def use(group: ProcessGroup) -> list[int]:
+        pids = await group.call_each(Worker.pid)
+        waiting = asyncio.ensure_future(group.call(Worker.keep_the_interpreter))
+        await asyncio.sleep(0.2)
+        os.kill(fork_server()._process.pid, signal.SIGKILL)
+        assert await asyncio.to_thread(gone_within, pids, 5)
+        with pytest.raises(WorkerError, match="ended with the fork server, which died"):
+            await waiting
+        return pids
+
+    first = run(use)
+    assert set(first).isdisjoint(run(lambda group: group.call_each(Worker.pid)))
+
+
+def test_a_worker_runs_registered_methods_only(run: Callable[..., None]) -> None:
+    async def use(group: ProcessGroup) -> None:
+        for name in ("for_ever", "__init__", "no_such"):
+            with pytest.raises(RunError, match=rf"Worker\.{name} is not registered"):
+                await group._pool.order("mischief", [Do("policy", name, (), {})], stuck=False)
+
+    run(use)
 
 
 SCRIPT = """
 import asyncio, sys, time
 from pathlib import Path
 from tandem.device import Hardware
+from tandem.runtime.forkserver import fork_server
 from tandem.runtime.placement import ResourcePool, place
 from tandem.runtime.process import Processes
 from tests.runtime.workers import Worker

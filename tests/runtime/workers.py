@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.data_proto import DataProto
-from tandem.ports import Collect, Dispatch, TransferQueue, register
+from tandem.ports import Collect, Consumer, Dispatch, TransferQueue, register
 from tandem.runtime.placement import Rank
 from tandem.types import BatchRef, Metrics
 
@@ -92,6 +92,14 @@ class Worker:
         return tensor.item()
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def add_later(self, value: float, late_rank: int) -> float:
+        """A sum over the ranks, one of which comes to it late, having waited for something else."""
+        await asyncio.sleep(0.2 * (self.rank.index == late_rank))
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
     async def sleep_and_add(self, rank: int) -> float:
         """One rank sleeps while the others wait for it in a collective."""
         if self.rank.index == rank:
@@ -140,3 +148,8 @@ class Worker:
         rows = await self._queue.get(batch.keys, frozenset({"x"}))
         await self._queue.write(DataProto.make(rows.keys, rows.lengths, token={"y": rows["x"] * 2}))
         return Metrics.sum({"rows": len(rows)})
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def take(self, column: str) -> None:
+        assert self._queue is not None
+        await self._queue.take(Consumer("worker"), frozenset({column}), 1)

@@ -92,7 +92,7 @@ class Ledger:
 
     def get(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
         self._check_known(keys, f"columns {sorted(columns)} cannot be read")
-        return self._gather(keys, columns)
+        return self._gather(keys, columns) if keys else self._no_rows(columns)
 
     def drop(self, places: Collection[Key], reason: str) -> None:
         gone: dict[Key, set[Key]] = {}
@@ -110,6 +110,13 @@ class Ledger:
             self._drops[reason] += 1
             if not group.open and not group.rows:
                 del self._groups[place.group]
+
+    def _no_rows(self, columns: frozenset[str]) -> DataProto:
+        """What a rank without rows reads: the columns as the queue's rows have them, of none."""
+        for block in self._blocks.values():
+            if columns <= block.columns:
+                return block.select(()).only(columns)
+        raise QueueError(f"no row in the queue has columns {sorted(columns)}, so that they cannot be read, not even of no row")
 
     def _check_known(self, keys: Iterable[Key], what: str) -> None:
         for key in keys:
@@ -131,7 +138,7 @@ class Ledger:
             del self._blocks[key]
 
     def _gather(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
-        """Shares the block where `keys` are exactly its rows; copies otherwise."""
+        """Shares the block's memory where `keys` are consecutive rows of one block; copies otherwise."""
         blocks = self._blocks_of(keys)
         parts = [block.by_keys([key for key in keys if self._blocks[key] is block]).only(columns) for block in blocks]
         return (parts[0] if len(parts) == 1 else DataProto.concat(parts)).by_keys(keys)

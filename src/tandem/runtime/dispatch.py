@@ -54,12 +54,13 @@ def balanced(lengths: Sequence[int], parts: int, owners: Sequence[Hashable] | No
     their heaviest part is within 1% of the mean. Otherwise the longest goes first, always to the lightest part (LPT: Graham
     1969), and parts differ by no more than the longest.
     """
+    if owners is None:
+        return [sorted(part) for part in _neighbours(lengths, parts) or _longest_first(lengths, parts)]
     together: dict[Hashable, list[int]] = {}
-    for i in range(len(lengths)):
-        together.setdefault(i if owners is None else owners[i], []).append(i)
+    for i, owner in enumerate(owners):
+        together.setdefault(owner, []).append(i)
     units = list(together.values())
-    sizes = lengths if owners is None else [sum(lengths[i] for i in unit) for unit in units]
-    dealt = _neighbours(sizes, parts) or _longest_first(sizes, parts)
+    dealt = balanced([sum(lengths[i] for i in unit) for unit in units], parts)
     return [sorted(i for unit in part for i in units[unit]) for part in dealt]
 
 
@@ -79,7 +80,7 @@ def _neighbours(sizes: Sequence[int], parts: int) -> list[range] | None:
 def _longest_first(sizes: Sequence[int], parts: int) -> list[list[int]]:
     dealt: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, 0, part) for part in range(parts)]  # tokens, number, part
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+    for i in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         tokens, number, part = loads[0]
         dealt[part].append(i)
         heapq.heapreplace(loads, (tokens + sizes[i], number + 1, part))

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.errors import WorkerError
+from tandem.types import BatchRef, Key
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -53,7 +54,16 @@ def _rebuild(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(data, dtype=dtype).view(shape) if len(data) else torch.empty(shape, dtype=dtype)
 
 
-_DISPATCH = {**copyreg.dispatch_table, Tensor: _reduce, torch.nn.Parameter: _reduce}
+def _reduce_ref(ref: BatchRef) -> tuple[Any, ...]:
+    """Plain tuples for keys, which pickle in a fifth of the time."""
+    return _rebuild_ref, (tuple(map(tuple, ref.keys)), ref.columns, ref.lengths, ref.policies, ref.unit)
+
+
+def _rebuild_ref(keys: tuple[tuple[Any, ...], ...], *rest: Any) -> BatchRef:
+    return BatchRef(tuple(map(Key._make, keys)), *rest)
+
+
+_DISPATCH = {**copyreg.dispatch_table, Tensor: _reduce, torch.nn.Parameter: _reduce, BatchRef: _reduce_ref}
 
 
 class _Pickler(pickle.Pickler):
