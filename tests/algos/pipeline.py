@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.algos.aggregation import aggregate
-from tandem.algos.columns import credit, derive, derived_columns, loss_ref, step_columns
+from tandem.algos.columns import credit, credit_needs, derive, derived_columns, loss_ref, step_columns
 from tandem.algos.functions import loss_function
 from tandem.algos.segments import row_counts
 from tandem.algos.shaping import Resampling, resampling_probabilities, resampling_weights
@@ -42,8 +42,8 @@ def algorithm(name: str, **params: Any) -> Algorithm:
 
 def with_credit(chosen: Algorithm, rows: Rows) -> Rows:
     """With the advantages and what they are made from, and how often each episode is drawn anew."""
-    if "token_rewards" in derived_columns(chosen):
-        rows = {**rows, "token_rewards": derive(chosen, "token_rewards", rows)[0]}
+    for name in credit_needs(chosen) & derived_columns(chosen).keys():
+        rows = {**rows, name: derive(chosen, name, rows)[0]}
     ids = rows.get("episode", torch.arange(len(rows["lengths"]))).tolist()
     first = {episode: row for row, episode in reversed([*enumerate(ids)])}
     place = {episode: i for i, episode in enumerate(first)}
@@ -64,7 +64,7 @@ def expected_counts(chosen: Algorithm, rewards_E: Tensor) -> Tensor:
 
 def with_choices(chosen: Algorithm, rows: Rows) -> Rows:
     """With the other columns that are made of a whole batch: corrections, and tokens chosen by their covariance."""
-    for name in derived_columns(chosen).keys() - {"token_rewards"}:
+    for name in derived_columns(chosen).keys() - credit_needs(chosen):
         rows = {**rows, name: derive(chosen, name, rows)[0]}
     return rows
 

@@ -19,6 +19,7 @@ from tandem.algos.policy_losses import ppo_clip
 from tandem.algos.preferences import (
     implicit_reward_accuracy,
     implicit_reward_loss,
+    implicit_reward_term,
     preference_loss,
     preference_term,
     reward_model_loss,
@@ -205,3 +206,17 @@ def test_how_well_an_implicit_reward_tells_right_from_wrong() -> None:
     assert nothing.isnan()
     equal, absolute = implicit_reward_accuracy(torch.zeros(2), torch.tensor([1, 0]), torch.tensor([1, 1]))
     assert (equal.item(), absolute.item()) == (0.0, 0.5)
+
+
+def test_an_implicit_process_model_learns_from_outcomes() -> None:
+    """Sums of x - f over counted tokens are 1.5, -1 and 0, and the last row has none that counts."""
+    mask, lengths = torch.tensor([True, False, True, True, True, False]), torch.tensor([3, 1, 1, 1])
+    x, f = torch.tensor([-1.0, 9.0, -1.0, -2.0, -1.0, 9.0]), torch.tensor([-2.0, 5.0, -1.5, -1.0, -1.0, 5.0])
+    columns = {"ref_logprobs": f, "rewards": torch.tensor([1.0, 0.5, 0.0, 1.0])}
+    found = implicit_reward_term(LossInputs(x, mask, lengths, columns), implicit_beta=0.5)
+    want = [math.log1p(math.exp(-0.75)), math.log1p(math.exp(0.5)), math.log(2)]
+    assert found.terms["implicit_reward"].tolist() == pytest.approx([want[0], 0, want[0], want[1], want[2], 0])
+    assert (found.metrics["implicit_accuracy"].value, found.metrics["implicit_accuracy"].count) == (pytest.approx(2 / 3), 3)
+    assert scope_of(implicit_reward_term) == "row"
+    with pytest.raises(ValueError, match="implicit_beta"):
+        implicit_reward_term(LossInputs(x, mask, lengths, columns), implicit_beta=0.0)

@@ -114,3 +114,8 @@ def test_whitening_by_hand() -> None:
     assert returns.whiten(values, torch.tensor([False, True, False, False])).tolist() == [0, 0, 0, 0]
     assert returns.whiten(torch.full((3,), 0.1), torch.ones(3, dtype=torch.bool)).tolist() == [0, 0, 0]
     assert returns.whiten(values, mask).dtype == torch.float32
+
+
+def test_an_implicit_process_model_pays_its_log_ratio() -> None:
+    prm, ref, mask = torch.tensor([-1.0, 9.0, -2.0]), torch.tensor([-2.0, 9.0, -1.5]), torch.tensor([True, False, True])
+    assert returns.process_rewards(prm, ref, mask, implicit_beta=0.5).tolist() == [0.5, 0.0, -0.25]

@@ -43,12 +43,15 @@ CRITIC = torch.stack([(TABLE[0, 0].exp() @ GIVEN_FIRST).expand(V, V), GIVEN_FIRS
 HOPEFUL = CRITIC + 0.5 * (torch.arange(V) == 2)[:, None] * torch.tensor([0.0, 1.0])[:, None, None]
 """One that believes in responses that begin with token 2, more than they deserve."""
 
+PROCESS = TOY.of_tokens(torch.tensor([0.2, 0.5, -0.3], dtype=torch.float64).expand(2, V, V))
+"""What a process model pays for each token, with its beta of 0.05."""
+
 OF_TOY: Rows = {
     "rewards": REWARDS,
     "reward_baselines": REWARDS[CHANCES.argmax()].expand(len(REWARDS)),
     "reward_components": torch.stack([REWARDS.clamp(max=0.5), (REWARDS - 0.5).clamp(min=0)], 1),
     "values": TOY.of_tokens(HOPEFUL),
-    "process_rewards": TOY.of_tokens(torch.tensor([0.2, 0.5, -0.3], dtype=torch.float64).expand(2, V, V)),
+    "prm_logprobs": TOY.logprobs(TEACHER) + PROCESS / 0.05,
     "teacher_logprobs": TOY.logprobs(TEACHER),
     "ref_logprobs": TOY.logprobs(TEACHER),
     "sum_pi_squared": TOY.of_tokens(TABLE.exp().square().sum(-1, keepdim=True).expand_as(TABLE)),
@@ -79,7 +82,7 @@ WAYS: dict[str, Tensor] = {
     "better by any margin": TOY.mean((REWARDS[:, None] > REWARDS).double() @ CHANCES),
     "rewarded": TOY.mean((REWARDS > 0).double()),
     "hoped for": TOY.mean(torch.tensor([float(response[0] == 2) for response in TOY.responses], dtype=torch.float64)),
-    "by its process": TOY.mean(TOY.sum(OF_TOY["process_rewards"])),
+    "by its process": TOY.mean(TOY.sum(PROCESS)),
     "various": TOY.gradient(lambda scores: -(TOY.chances(scores) * TOY.chances(scores).log()).sum()),
 }
 """[S]: the gradient of an expectation over responses, by what it makes them."""
@@ -379,7 +382,7 @@ OFF_POLICY: dict[str, OffPolicy] = {
 }
 TERMS = {"squared_log_ratio", "positive_nll", "reverse_kl_policy_gradient", "kl", "distillation"}
 """Losses that are added to one of these."""
-OF_OTHERS = {"nll", "preference", "topk_distillation", "jsd_distillation"}
+OF_OTHERS = {"nll", "implicit_reward", "preference", "topk_distillation", "jsd_distillation"}
 """Losses without a reward: they imitate a response, a choice or a teacher."""
 
 
