@@ -29,7 +29,7 @@ from rich.console import Console
 
 from tandem import device
 from tandem.assemble.model import Model, build_model
-from tandem.assemble.phases import Phase, main_phase, supervised, warmup_phase
+from tandem.assemble.phases import Phase, from_dataset, main_phase, warmup_phase
 from tandem.assemble.rollout import Rollout, open_rollout
 from tandem.assemble.tasks import build_dataset
 from tandem.assemble.trackers import build_trackers
@@ -54,7 +54,7 @@ from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutSource
 from tandem.types import Json, Metrics, PolicyRef
 
-_UNTOLD = "nothing was measured: the recipe names no data.heldout or no reward"
+_UNTOLD = "nothing was measured: the recipe names no data.heldout, or neither a reward nor responses to judge a loss by"
 
 
 def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool) -> None:
@@ -156,15 +156,15 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
     model = build_model(recipe)
     async with AsyncExitStack() as stack:
         rollout = None
-        if not supervised(recipe) or recipe.reward is not None:
+        if not from_dataset(recipe) or recipe.reward is not None:
             journal = stack.enter_context(closing(Journal(directory / "journal.jsonl")))
             rollout = await stack.enter_async_context(open_rollout(recipe, model, journal))
         heldout = _heldout(recipe) if rollout is not None else None
-        phase = main_phase(recipe, model, None if supervised(recipe) else rollout)
+        phase = main_phase(recipe, model, None if from_dataset(recipe) else rollout)
         first = warmup_phase(recipe, model) if recipe.warmup is not None else None
         stack.enter_context(_open_directory(directory, resolved, resume, console))
         console.print(_describe(model), markup=False, highlight=False)
-        if not recipe.sampling.full_support and not supervised(recipe):
+        if not recipe.sampling.full_support and not from_dataset(recipe):
             console.print(
                 "warning: top_p, top_k, min_p or temperature 0 cut what is sampled from, and logprobs are those of the whole "
                 "distribution: the samples are off-policy (metric rollout/cut_support)",
@@ -200,6 +200,18 @@ def _heldout(recipe: Recipe) -> Dataset | None:
 # ------------------------------------------------------------------------------------------------------ one phase
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """What was measured on held-out tasks: for the trackers, for summary.json, and for the snapshot that is kept as the best.
+    result: of the episodes, where there was a reward to judge them.
+    """
+
+    metrics: Metrics
+    values: Mapping[str, float]
+    score: float
+    result: EvalResult | None
+
+
 @dataclass
 class _PhaseRun:
     """A phase and what is done between its steps: the loop's Hooks. spent_s: wall time of earlier processes."""
@@ -213,7 +225,7 @@ class _PhaseRun:
     snapshot_every: int
     spent_s: float = 0.0
     before: Mapping[str, float] = field(default_factory=dict[str, float])
-    last: EvalResult | None = None
+    last: _Measured | None = None
 
     def __post_init__(self) -> None:
         self.store = SnapshotStore(self.directory / "snapshots", self.recipe.snapshots, device.fingerprint())
@@ -227,12 +239,11 @@ class _PhaseRun:
             closing(SampleLog(self.directory / "samples.jsonl")) as self.samples,
         ):
             await self._restore()
-            if not self.before and self.heldout is not None:
-                self.before = _rates(await self._evaluate(0))
+            if not self.before and self._measures:
+                self.before = (await self._evaluate(0)).values
             await loop.train(phase.source, phase.plan, phase.learner, phase.checkpoint, self.trackers, self, steps=phase.steps)
-            if self.heldout is not None and self.last is None:  # resumed after the last step, whose metrics are logged
-                assert self.rollout is not None
-                self.last = await _evaluated(self.recipe, self.rollout, self.heldout)
+            if self._measures and self.last is None:  # resumed after the last step, whose metrics are logged
+                self.last = await _measured(self.recipe, self.phase, self.rollout, self.heldout)
 
     async def after_step(self, policy: PolicyRef, metrics: Metrics) -> None:
         del metrics  # they are logged already
@@ -240,8 +251,8 @@ class _PhaseRun:
         if isinstance(self.phase.source, RolloutSource):
             self.samples.write(map(SampleRecord.of, self.phase.source.consumed), step)
         score = None
-        if self.heldout is not None and (last or _due(step, self.recipe.trainer.eval_every)):
-            score = (await self._evaluate(step)).pass_at_1
+        if self._measures and (last or _due(step, self.recipe.trainer.eval_every)):
+            score = (await self._evaluate(step)).score
         if last or _due(step, self.snapshot_every):
             await self._snapshot(step, score)
 
@@ -289,21 +300,37 @@ class _PhaseRun:
 
     # -------------------------------------------------------------------------------------- evaluation
 
-    async def _evaluate(self, step: int) -> EvalResult:
-        assert self.heldout is not None
-        assert self.rollout is not None
-        self.last = await _evaluated(self.recipe, self.rollout, self.heldout)
-        self.trackers.log(self.last.metrics(), step)
+    @property
+    def _measures(self) -> bool:
+        return self.heldout is not None or self.phase.heldout is not None
+
+    async def _evaluate(self, step: int) -> _Measured:
+        self.last = await _measured(self.recipe, self.phase, self.rollout, self.heldout)
+        self.trackers.log(self.last.metrics, step)
         return self.last
 
     def summary(self) -> Summary:
-        after = _rates(self.last) if self.last is not None else {}
+        after = self.last.values if self.last is not None else dict[str, float]()
         facts: dict[str, Json] = {"seed": self.recipe.seed, "weights": wire_hash(self.phase.train.weight_shards())}
         return Summary(self.before, after, self.phase.steps, self._wall_s(), facts)
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+async def _measured(recipe: Recipe, phase: Phase, rollout: Rollout | None, heldout: Dataset | None) -> _Measured:
+    """The loss of a dataset's objective, and episodes where there is a reward to judge them; the latter make the score."""
+    metrics, values, score, result = Metrics(), dict[str, float](), 0.0, None
+    if phase.heldout is not None:
+        metrics = await phase.heldout.measure(phase.source.policy)
+        values = {name.removeprefix("eval/"): value for name, value in metrics.values_by_name().items()}
+        score = -values["loss"]
+    if rollout is not None and heldout is not None:
+        result = await _evaluated(recipe, rollout, heldout)
+        metrics = Metrics({**metrics, **result.metrics()})
+        values, score = {**_rates(result), **{name: value for name, value in values.items() if name != "n"}}, result.pass_at_1
+    return _Measured(metrics, values, score, result)
 
 
 async def _evaluated(recipe: Recipe, rollout: Rollout, heldout: Dataset) -> EvalResult:
@@ -335,18 +362,21 @@ def _finish(recipe: Recipe, model: Model, main: _PhaseRun, directory: Path, cons
             console.print(f"{what:<16} {where}", markup=False)
         return
     metrics = directory / "metrics.jsonl"
+    losses = main.phase.heldout is not None
+    trained, measured = ("train/loss", "loss") if losses else ("reward/mean", "pass@1")
     curve = LearningCurve(
         f"{recipe.run.name}: {main.phase.algorithm.name}, seed {recipe.seed}",
-        read_series(metrics, "reward/mean"),
-        read_series(metrics, "eval/pass@1"),
-        before=summary.eval_before["pass@1"],
-        after=summary.eval_after["pass@1"],
+        read_series(metrics, trained),
+        read_series(metrics, f"eval/{measured}"),
+        before=summary.eval_before[measured],
+        after=summary.eval_after[measured],
+        of="losses" if losses else "rewards",
     )
     draw_png(curve, directory / "curve.png")
     idle = read_series(metrics, "train/groups_without_advantage").values
     if idle and min(idle) == 1:
         console.print("warning: no group had an advantage in any step, so nothing was learned: look at the rewards", style="yellow")
-    samples = [SampleRecord.of(episode) for episode in main.last.episodes[:3]]
+    samples = [SampleRecord.of(episode) for episode in main.last.result.episodes[:3]] if main.last.result is not None else []
     final_report(console, summary, curve, samples, {**places, "curve": directory / "curve.png"}, next_command)
 
 
@@ -382,7 +412,7 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
     model = build_model(recipe)
     console.print(_describe(model), markup=False, highlight=False)
     async with AsyncExitStack() as stack:
-        rollout = None if supervised(recipe) else await stack.enter_async_context(open_rollout(recipe, model))
+        rollout = None if from_dataset(recipe) else await stack.enter_async_context(open_rollout(recipe, model))
         _heldout(recipe)
         phases = [main_phase(recipe, model, rollout)]
         if recipe.warmup is not None:

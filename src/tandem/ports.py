@@ -276,8 +276,11 @@ class Renderer(Protocol):
         """
         ...
 
-    def demonstration(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """A conversation to imitate: tokens, and a mask that is true on assistant turns with the stop id that ends them."""
+    def demonstration(self, messages: Sequence[Message], *, given: int = 0) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """A conversation to imitate: tokens, and a mask that is true on assistant turns with the stop id that ends them.
+
+        given: so many messages at the beginning are no part of what is imitated, whoever wrote them.
+        """
         ...
 
     def text(self, tokens: Sequence[int]) -> str:

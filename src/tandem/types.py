@@ -116,7 +116,8 @@ class Task:
     """What the policy is asked, and what a reward needs to judge the answer.
 
     id: unique within its dataset; messages: the conversation so far (for supervised data it includes the assistant
-    turns to imitate); answer and info: whatever the reward reads; source: the dataset's name, for metrics.
+    turns to imitate); answer and info: whatever the reward reads; source: the dataset's name, for metrics. chosen and
+    rejected: two ways in which `messages` may go on, of which the first is the better one; for preference data only.
     """
 
     id: str
@@ -124,6 +125,8 @@ class Task:
     answer: Json = None
     source: str = ""
     info: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    chosen: tuple[Message, ...] = ()
+    rejected: tuple[Message, ...] = ()
 
     def asked(self) -> Task:
         """The task as the policy is asked it: without the assistant turns at its end, which are there to be imitated."""

@@ -36,7 +36,7 @@ CASES: list[dict[str, Any]] = [
     for case in json.loads((Path(__file__).parents[1] / f"golden/cases/dpo__{kind}.json").read_text())
     if "completion_lens" not in case["inputs"]
 ]
-ROWS = [name for name, row in ALGORITHMS.items() if row.loss == "preference"]
+ROWS = [name for name, row in ALGORITHMS.items() if row.loss.startswith("preference")]
 
 
 def on_tokens(sums: list[float]) -> tuple[list[Tensor], list[Tensor]]:
@@ -94,6 +94,14 @@ def test_ipo_may_compare_means_over_a_response() -> None:
     assert total.item() == pytest.approx((3 / 3 - -2 / 1 - 1) ** 2)
 
 
+def test_the_chosen_response_may_be_imitated_beside() -> None:
+    """The mean over pairs of its mean token NLL, whatever the lengths."""
+    logprobs = torch.tensor([[-3.0, -4.0], [-6.0, -2.0]], dtype=torch.float64)  # chosen responses have three counted tokens
+    plain, both = (run(logprobs, logprobs, loss_ref(configure("dpo", {"nll_coef": c})), [3, 0, 2, 1])[1:] for c in (0.0, 0.5))
+    assert (both[0] - plain[0]).item() == pytest.approx(0.5 * (3 / 3 + 6 / 3) / 2)
+    torch.testing.assert_close(both[1] - plain[1], torch.tensor([[-0.5 / 6, 0.0]] * 2, dtype=torch.float64))
+
+
 def test_at_the_reference_no_pair_is_told_apart() -> None:
     same = torch.tensor([[-3.0, -4.0], [-1.0, -2.0]], dtype=torch.float64)
     result, total, _ = run(same, same, loss_ref(configure("dpo")), [0, 1, 2, 3])
@@ -137,6 +145,7 @@ def test_a_sum_has_the_scope_of_its_widest_part() -> None:
         ("cdpo", {"label_smoothing": 0.5}, r"in \[0, 0.5\)"),
         ("hinge", {"label_smoothing": 0.1}, "has no label_smoothing"),
         ("dpo", {"per_token": True}, "leave its lengths out"),
+        ("dpo", {"nll_coef": -1.0}, "must not be negative"),
         ("dpo", {"betta": 0.1}, "did you mean beta"),
     ],
 )

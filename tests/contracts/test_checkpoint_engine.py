@@ -57,7 +57,7 @@ class Trainer:
         for tensor in self.weights.values():
             tensor.add_(1)
 
-    def forward(self, batch: DataProto, want: frozenset[str]) -> DataProto:
+    def forward(self, batch: DataProto, want: frozenset[str], *, top: int = 0) -> DataProto:
         raise NotImplementedError
 
     def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:

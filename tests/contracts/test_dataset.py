@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tandem.data.builtin import Demonstrations, TaskSet
+from tandem.data.builtin import Demonstrations, Pairs, TaskSet
 from tandem.data.fake import FakeDataset
 from tandem.data.files import FileDataset
 from tandem.data.tasks import TASKS
@@ -34,6 +34,7 @@ DATASETS: dict[str, Callable[[Path], Dataset]] = {
     "jsonl": jsonl,
     "parquet": parquet,
     "demonstrations": lambda _: Demonstrations(Calculator, size=8),
+    "pairs": lambda _: Pairs(Calculator, "train", size=8),
     **{name: lambda _, name=name: TaskSet(resolve(name, TASKS), "train", size=8) for name in TASKS},
 }
 

@@ -78,6 +78,17 @@ def test_no_system_or_user_or_tool_token_is_imitated(renderer: Renderer) -> None
     assert "<2+2>" not in rest
 
 
+def test_what_is_given_is_not_imitated(renderer: Renderer) -> None:
+    conversation = (*ASK, TURN, *TOLD, ANSWER)
+    tokens, mask = renderer.demonstration(conversation)
+    same, later = renderer.demonstration(conversation, given=len(conversation) - 1)
+    assert renderer.text(same) == renderer.text(tokens)
+    assert [same[i] for i in range(len(same)) if later[i]] == [tokens[i] for i in range(*runs(mask)[1])]
+    assert len(runs(later)) == 1
+    with pytest.raises(DataError, match="needs an assistant turn"):
+        renderer.demonstration(conversation, given=len(conversation))
+
+
 def test_a_demonstration_without_an_assistant_turn_is_refused(renderer: Renderer) -> None:
     with pytest.raises(DataError, match="needs an assistant turn"):
         renderer.demonstration(ASK)

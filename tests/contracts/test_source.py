@@ -15,7 +15,7 @@ from tandem.errors import RunError
 from tandem.ports import Source, TransferQueue
 from tandem.queue.fake import FakeQueue
 from tandem.text.fake import FakeRenderer
-from tandem.trainer.dataset import DatasetSource, DatasetSourceConfig
+from tandem.trainer.dataset import Comparisons, DatasetSource, Demonstrations
 from tandem.trainer.fake import FakeSource
 from tandem.types import BatchRef, Key, Message, PolicyRef, Task
 from tests.trainer.world import world
@@ -32,16 +32,23 @@ def rollouts() -> Made:
 def demonstrations() -> Made:
     tasks = [Task(str(i), (Message("user", str(i)), Message("assistant", str(i) * (i + 1)))) for i in range(5)]
     queue = FakeQueue()
-    config = DatasetSourceConfig(rows_per_step=2)
-    made = DatasetSource(
-        dataset=FakeDataset(tasks), renderer=FakeRenderer(), queue=queue, config=config, seed=3, policy=PolicyRef()
-    )
+    maker = Demonstrations(FakeRenderer(), max_context=64)
+    made = DatasetSource(dataset=FakeDataset(tasks), maker=maker, queue=queue, tasks_per_step=2, seed=3, policy=PolicyRef())
+    return made, queue, lambda _: None
+
+
+def pairs() -> Made:
+    sides = [(Message("assistant", "yes"),), (Message("assistant", "no"),)]
+    tasks = [Task(str(i), (Message("user", str(i)),), chosen=sides[0], rejected=sides[1]) for i in range(5)]
+    queue, maker = FakeQueue(), Comparisons(FakeRenderer(), max_context=64)
+    made = DatasetSource(dataset=FakeDataset(tasks), maker=maker, queue=queue, tasks_per_step=2, seed=3, policy=PolicyRef())
     return made, queue, lambda _: None
 
 
 SOURCES: dict[str, Callable[[], Made]] = {
     "rollouts": rollouts,
-    "dataset": demonstrations,
+    "demonstrations": demonstrations,
+    "pairs": pairs,
     "fake": lambda: (FakeSource(), FakeQueue(), lambda _: None),
 }
 

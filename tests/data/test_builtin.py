@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 
-from tandem.data.builtin import HELDOUT_SHARE, REFUSAL, Demonstrations, NoiseConfig, Problem, TaskSet, split_of
+from tandem.data.builtin import HELDOUT_SHARE, REFUSAL, Demonstrations, NoiseConfig, Pairs, Problem, TaskSet, split_of
 from tandem.data.tasks import TASKS
 from tandem.data.tasks.arithmetic import Arithmetic
 from tandem.data.tasks.calculator import Calculator
@@ -121,11 +121,29 @@ def test_without_noise_every_demonstration_solves_its_problem(kind: type[Problem
     assert all(shown[i].messages[-1].content not in (REFUSAL, "") for i in range(50))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pair_is_a_solution_and_a_mistake_for_a_problem_of_the_split(kind: type[Problem]) -> None:
+    for split in ("train", "heldout"):
+        pairs = Pairs(kind, split, seed=1, size=40)
+        assert len(pairs) == 40
+        for i in range(40):
+            task, twin = pairs[i], Pairs(kind, split, seed=1, size=80)[i]
+            assert task == twin
+            assert task.chosen != task.rejected
+            assert task.chosen[0].role == task.rejected[0].role == "assistant"
+            assert task.asked().messages == task.messages
+            assert task.answer is not None
+        prompts = [{pairs[i].messages[0].content for i in range(40)} for pairs in (Pairs(kind, split, size=40), pairs)]
+        assert prompts[0] != prompts[1]
+
+
 def test_sizes_and_shares_that_cannot_be_are_refused() -> None:
     with pytest.raises(DataError, match="arithmetic/train is empty: size is 0"):
         TaskSet(Arithmetic, "train", size=0)
     with pytest.raises(DataError, match="demonstrations of arithmetic are empty"):
         Demonstrations(Arithmetic, size=0)
+    with pytest.raises(DataError, match="pairs of arithmetic are empty"):
+        Pairs(Arithmetic, "train", size=0)
     with pytest.raises(DataError, match=r"arithmetic/heldout has about \d+ different problems and size=9000"):
         TaskSet(Arithmetic, "heldout", size=9000)
     with pytest.raises(ValueError, match=r"bad_frac=1\.5 is not between 0 and 1"):

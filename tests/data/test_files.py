@@ -84,7 +84,7 @@ def test_columns_can_have_other_names(tmp_path: Path) -> None:
         (({"prompt": 3},), "a conversation is a text or a list of messages, not 3"),
         (({"prompt": "a", "messages": [1]},), "has both messages and prompt"),
         (({"prompt": "a", "answer": 1, "ground_truth": 2},), "has both answer and ground_truth"),
-        (({"prompt": "a", "completion": 1},), "completion is 1; it must be a text"),
+        (({"prompt": "a", "completion": 1},), "completion: a conversation is a text or a list of messages, not 1"),
         (({"prompt": "a", "id": 1.5},), "id is 1.5; it must be"),
         (({"messages": ["hi"]},), "message 0 is 'hi'; it must be an object with role and content"),
         (({"messages": [{"role": "human", "content": "a"}]},), "has the role 'human'; roles are system, user, assistant, tool"),
@@ -117,3 +117,66 @@ def test_bad_parquet_rows_are_refused_with_their_place(tmp_path: Path) -> None:
         FileDataset(as_parquet(tmp_path, {"prompt": "a"}, {"prompt": None}))
     with pytest.raises(DataError, match=r"row 0: when holds datetime.*\(datetime\), which JSON cannot"):
         FileDataset(as_parquet(tmp_path, {"prompt": "a", "when": datetime(2026, 1, 1)}))
+
+
+USER, OTHER = {"role": "user", "content": "2+2"}, {"role": "user", "content": "3+3"}
+RIGHT, WRONG = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
+PAIR = Task("rows-0", (Message("user", "2+2"),), None, "rows", {}, (Message("assistant", "4"),), (Message("assistant", "5"),))
+
+
+@pytest.mark.parametrize("write", [written, as_parquet])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2", "chosen": "4", "rejected": "5"},
+        {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
+        {"messages": [USER], "chosen": "4", "rejected": "5"},
+        {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        {"prompt": "2+2", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+    ],
+    ids=["texts", "messages", "after messages", "implicit prompt", "prompt repeated"],
+)
+def test_each_way_to_write_a_pair_is_the_same_pair(write: Any, row: dict[str, Any], tmp_path: Path) -> None:
+    assert FileDataset(write(tmp_path, row))[0] == PAIR
+
+
+def test_a_pair_keeps_its_other_columns_under_other_names_and_over_several_turns(tmp_path: Path) -> None:
+    more = [USER, WRONG, {"role": "user", "content": "sure?"}]
+    rows = [
+        {"question": more, "good": "no", "bad": "yes", "margin": 0.5},
+        {"question": [USER], "good": [RIGHT, {"role": "tool", "content": "ok"}, RIGHT], "bad": [WRONG], "margin": 0},
+    ]
+    dataset = FileDataset(written(tmp_path, *rows), {"prompt": "question", "chosen": "good", "rejected": "bad"})
+    assert dataset[0].messages == (Message("user", "2+2"), Message("assistant", "5"), Message("user", "sure?"))
+    assert dataset[0].info == {"margin": 0.5}
+    assert [message.role for message in dataset[1].chosen] == ["assistant", "tool", "assistant"]
+    assert dataset[0].asked() == dataset[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "2+2", "chosen": "4"}, r"rows.jsonl:1 lacks rejected of its pair \(it has prompt, chosen\)"),
+        ({"prompt": "2+2", "rejected": "4", "good": "5"}, "lacks chosen .*`columns`"),
+        ({"prompt": "2+2", "chosen": "4", "rejected": "4"}, "chosen and rejected are the same"),
+        ({"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]}, "chosen and rejected are the same"),
+        ({"chosen": "4", "rejected": "5"}, "chosen is a text, and there is no prompt"),
+        (
+            {"chosen": [USER, RIGHT], "rejected": [OTHER, WRONG]},
+            "prompts of chosen and rejected differ",
+        ),
+        ({"chosen": [USER, RIGHT], "rejected": [USER, RIGHT, USER, WRONG]}, "differ: after 2 .* chosen goes on with nothing"),
+        ({"prompt": "3+3", "chosen": [USER, RIGHT], "rejected": "5"}, "chosen is a conversation with another prompt"),
+        ({"prompt": "2+2", "chosen": [USER], "rejected": "5"}, "another prompt|goes on with nothing"),
+        ({"prompt": "2+2", "completion": "4", "chosen": "4", "rejected": "5"}, "both completion and chosen"),
+        ({"prompt": "2+2", "chosen": 4, "rejected": "5"}, "chosen: a conversation is a text or a list"),
+    ],
+)
+def test_what_is_no_pair_says_why(row: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=says):
+        FileDataset(written(tmp_path, row))
+
+
+def test_a_completion_may_be_a_list_of_messages(tmp_path: Path) -> None:
+    dataset = FileDataset(written(tmp_path, {"prompt": [USER], "completion": [RIGHT]}))
+    assert dataset[0].messages == (Message("user", "2+2"), Message("assistant", "4"))

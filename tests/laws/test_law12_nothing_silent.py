@@ -26,7 +26,7 @@ from tandem.rollout.fake import FakeEngine
 from tandem.rollout.session import Session
 from tandem.runtime.inline import InlineGroup
 from tandem.text.fake import FakeRenderer
-from tandem.trainer.dataset import DatasetSource, DatasetSourceConfig
+from tandem.trainer.dataset import DatasetSource, Demonstrations
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.rows import StopPolicy
 from tandem.trainer.source import RolloutConfig
@@ -144,9 +144,9 @@ def check_a_demonstration_that_does_not_fit_names_its_task() -> None:
     async def step() -> None:
         source = DatasetSource(
             dataset=FakeDataset([task]),
-            renderer=FakeRenderer(),
+            maker=Demonstrations(FakeRenderer(), max_context=16),
             queue=FakeQueue(),
-            config=DatasetSourceConfig(rows_per_step=1, max_context=16),
+            tasks_per_step=1,
             seed=0,
             policy=PolicyRef(),
         )

@@ -27,7 +27,7 @@ SUMMARY = Summary(
 )
 CURVE = LearningCurve(
     "quickstart: GRPO on calculator",
-    reward=Series(tuple(range(1, 31)), tuple(step / 40 for step in range(30))),
+    training=Series(tuple(range(1, 31)), tuple(step / 40 for step in range(30))),
     held_out=Series((0, 10, 20, 30), (0.3125, 0.5, 0.75, 0.96)),
     before=0.3125,
     after=0.96,

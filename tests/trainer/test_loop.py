@@ -18,7 +18,7 @@ from tandem.ports import Learner, Source
 from tandem.queue.fake import FakeQueue
 from tandem.runtime.inline import InlineGroup
 from tandem.track.fake import ListTracker
-from tandem.trainer.dataset import DatasetSource, DatasetSourceConfig
+from tandem.trainer.dataset import DatasetSource, Demonstrations
 from tandem.trainer.fake import FakeLearner, FakeSource
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.loop import measured, train
@@ -99,7 +99,7 @@ def test_sft_is_the_same_loop() -> None:
 
         stop_ids = ()
 
-        def demonstration(self, messages: tuple[Message, ...]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        def demonstration(self, messages: tuple[Message, ...], *, given: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
             said = [LETTERS.index(letter) for letter in messages[-1].content]
             return (len(LETTERS), *said), (False, *[True] * len(said))
 
@@ -107,14 +107,14 @@ def test_sft_is_the_same_loop() -> None:
     tasks = [Task(f"t{i}", (Message("user", "?"), Message("assistant", "b" * (i + 1)))) for i in range(4)]
     source = DatasetSource(
         dataset=FakeDataset(tasks),
-        renderer=Letters(),  # type: ignore[arg-type]
+        maker=Demonstrations(Letters(), max_context=8),  # type: ignore[arg-type]
         queue=queue,
-        config=DatasetSourceConfig(rows_per_step=3),
+        tasks_per_step=3,
         seed=0,
         policy=PolicyRef(),
     )
     learner = MinibatchLearner([Trained(InlineGroup([TrainWorker(engine, queue, sft)]))], LearnerConfig(), seed=0)
-    made_plan = plan(sft.needs, DatasetSource.columns, [])
+    made_plan = plan(sft.needs, source.columns, [])
     assert str(made_plan) == "nothing"
     hooks = asyncio.run(run(source, made_plan, learner, engine, rollout, 10))
     losses = [metrics["train/loss"].value for _, metrics in hooks.steps]

@@ -64,7 +64,7 @@ class TableEngine:
         picked = scores.gather(1, batch["tokens"].clamp(max=len(LETTERS) - 1)[:, None])[:, 0]
         return torch.where(batch["mask"], picked, 0.0).float()
 
-    def forward(self, batch: DataProto, want: frozenset[str]) -> DataProto:
+    def forward(self, batch: DataProto, want: frozenset[str], *, top: int = 0) -> DataProto:
         with torch.no_grad():
             return DataProto.make(batch.keys, batch.lengths, token={"logprobs": self.logprobs(batch)})
 

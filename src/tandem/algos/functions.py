@@ -38,6 +38,7 @@ LOSSES = {
     "distillation": f"{_HERE}.extra_terms:distillation_term",
     "nll": f"{_HERE}.supervised:negative_log_likelihood",
     "preference": f"{_HERE}.preferences:preference_term",
+    "chosen_nll": f"{_HERE}.preferences:chosen_nll",
     **{name: f"{_HERE}.distillation:{name}" for name in ("topk_distillation", "jsd_distillation")},
     "implicit_reward": f"{_HERE}.preferences:implicit_reward_term",
 }

@@ -286,12 +286,12 @@ NOTES: dict[str, Note] = {
     ),
     "dpo": Note(
         "The chosen response is made likelier than the rejected one, measured against the reference.",
-        "Pairs of responses with a preference, where nothing can be sampled or scored. beta is how close to stay.",
+        "Pairs with a preference, and nothing to score samples with. beta is how close to stay; nll_coef keeps the chosen likely.",
         {
-            "TRL": "the defaults (loss_type=sigmoid); it ignores label_smoothing there",
+            "TRL": "the defaults (loss_type=sigmoid); it ignores label_smoothing there; rpo_alpha is nll_coef",
             "OpenRLHF": "the defaults",
             "ROLL": "the defaults",
-            "NeMo-RL": "beta=0.05",
+            "NeMo-RL": "beta=0.05; its SFT term is nll_coef",
         },
     ),
     "cdpo": Note(

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from tandem.algos.ratios import check
 from tandem.algos.segments import Groups, on_tokens, row_counts, row_sum
-from tandem.algos.terms import LossInputs, TokenLoss, keep, whole_groups, whole_rows
+from tandem.algos.terms import LossInputs, TokenLoss, keep, masked_mean, whole_groups, whole_rows
 from tandem.errors import ColumnError
 from tandem.types import Metric, Metrics
 
@@ -111,6 +111,19 @@ def preference_term(
         label_smoothing=label_smoothing,
     )
     return _on_rows(inputs, result, pairs_P2)
+
+
+def chosen_nll(inputs: LossInputs, *, nll_coef: float = 0.0) -> TokenLoss:
+    """Adds nll_coef times the mean over pairs of the chosen response's mean -x, term "nll" (RPO, arXiv 2404.19733).
+
+    It keeps the chosen response likely, which a margin alone does not. Reads chosen; nothing where nll_coef is 0.
+    """
+    check(nll_coef >= 0, f"nll_coef must not be negative, got {nll_coef}")
+    if not nll_coef:
+        return TokenLoss({}, Metrics())
+    chosen = inputs.mask & (inputs.row("chosen") > 0)
+    loss = keep(-inputs.policy_logprobs, chosen)
+    return TokenLoss({"nll": 2 * nll_coef * loss}, Metrics({"nll_chosen": masked_mean(loss, chosen)}))
 
 
 def rows_of_pairs(inputs: LossInputs) -> Tensor:

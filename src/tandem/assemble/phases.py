@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tandem.algos.columns import reads, unit_of
 from tandem.algos.table import configure
 from tandem.assemble.model import Model
 from tandem.assemble.roles import Roles, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
-from tandem.assemble.tasks import build_dataset
+from tandem.assemble.tasks import Form, build_dataset
 from tandem.checkpoint.in_place import InPlace
 from tandem.errors import ConfigError, PlanError
 from tandem.queue.memory import MemoryQueue
@@ -18,10 +20,11 @@ from tandem.runtime.inline import InlineGroup
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.trainer import stages
-from tandem.trainer.dataset import DatasetSource, DatasetSourceConfig
+from tandem.trainer.dataset import Comparisons, DatasetSource, Demonstrations
+from tandem.trainer.heldout import HeldOutLoss
 from tandem.trainer.kl_control import KLControls
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner
-from tandem.trainer.plan import Plan, plan
+from tandem.trainer.plan import BatchStage, Plan, plan
 from tandem.trainer.sampler import seed_of
 from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutSource
@@ -32,7 +35,8 @@ from tandem.types import Algorithm, PolicyRef
 @dataclass(frozen=True)
 class Phase:
     """One run of the loop with what it works on. The policy's versions count its steps. roles: the models beside it.
-    kl: its adaptive KL coefficients.
+    kl: its adaptive KL coefficients. heldout: the objective on held-out tasks, where it is one of a dataset and there are such
+    tasks.
     """
 
     name: str
@@ -47,14 +51,17 @@ class Phase:
     queue: MemoryQueue
     checkpoint: InPlace
     engines: tuple[NativeEngine, ...]
+    heldout: HeldOutLoss | None = None
 
     async def connect(self) -> None:
         await self.checkpoint.connect(self.train, self.engines)
 
 
-def supervised(recipe: Recipe) -> bool:
-    """Whether the main phase learns from demonstrations and not from rewards."""
-    return algorithm(recipe).advantage is None
+def from_dataset(recipe: Recipe) -> bool:
+    """Whether the main phase learns from a dataset's responses and not from what the policy samples."""
+    chosen = algorithm(recipe)
+    sampled = (RolloutSource.columns - Demonstrations.columns) | {"old_logprobs"}
+    return chosen.advantage is None and not reads(chosen) & sampled
 
 
 def algorithm(recipe: Recipe) -> Algorithm:
@@ -65,21 +72,21 @@ def algorithm(recipe: Recipe) -> Algorithm:
 def warmup_phase(recipe: Recipe, model: Model) -> Phase:
     warmup = recipe.warmup
     assert warmup is not None
-    return _supervised_phase(
-        recipe, model, "warmup", warmup.data, configure("sft"), warmup.steps, warmup.rows_per_step, warmup.train, LearnerConfig()
-    )
+    sft, num = configure("sft"), warmup.rows_per_step
+    return _dataset_phase(recipe, model, "warmup", warmup.data, None, sft, warmup.steps, num, warmup.train, LearnerConfig())
 
 
 def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
-    """rollout: None for a supervised one. Raises ConfigError for a batch that could never be trained on."""
+    """rollout: None for one whose source is a dataset. Raises ConfigError for a batch that could never be trained on."""
     _check_batch(recipe, algorithm(recipe))
     check_roles(recipe, algorithm(recipe))
     if rollout is None:
-        return _supervised_phase(
+        return _dataset_phase(
             recipe,
             model,
             "train",
             recipe.data.train,
+            recipe.data.heldout,
             algorithm(recipe),
             recipe.trainer.steps,
             recipe.rollout.groups_per_step * recipe.rollout.group_size,
@@ -105,10 +112,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
     resample = stages.resample(chosen, queue, seed=seed_of(recipe.seed, "resample"))
     kl = KLControls(chosen)
     known = (stages.advantages(chosen, queue), old_logprobs, resample, *derived, *kl.stages(queue), *roles.stages)
-    try:
-        planned = plan(chosen.needs | roles.needs, RolloutSource.columns, known)
-    except PlanError as problem:
-        raise ConfigError(f"algorithm {chosen.name} cannot be trained with yet: {problem}") from problem
+    planned = _planned(chosen.needs | roles.needs, RolloutSource.columns, known, chosen)
     source = RolloutSource(
         dataset=build_dataset(recipe.data.train, "train", seed_of(recipe.seed, "tasks")),
         agent=rollout.agent,
@@ -141,9 +145,16 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
     )
 
 
+def _planned(needs: frozenset[str], have: frozenset[str], stages: Sequence[BatchStage], chosen: Algorithm) -> Plan:
+    try:
+        return plan(needs, have, stages)
+    except PlanError as problem:
+        raise ConfigError(f"algorithm {chosen.name} cannot be trained with yet: {problem}") from problem
+
+
 def _check_batch(recipe: Recipe, chosen: Algorithm) -> None:
     groups, size = recipe.rollout.groups_per_step, recipe.rollout.group_size
-    if chosen.advantage is None:
+    if from_dataset(recipe):
         groups, size = groups * size, 1
     if size < chosen.min_episodes:
         raise ConfigError(f"rollout.group_size={size} is below the {chosen.min_episodes} episodes that {chosen.name} compares")
@@ -181,34 +192,46 @@ def _updates(steps: int, learner: LearnerConfig) -> int:
     return steps * learner.epochs * learner.minibatches
 
 
-def _supervised_phase(
+def _dataset_phase(
     recipe: Recipe,
     model: Model,
     name: str,
     data: DatasetSection,
+    heldout: DatasetSection | None,
     chosen: Algorithm,
     steps: int,
-    rows_per_step: int,
+    tasks_per_step: int,
     config: TrainConfig,
     learner: LearnerConfig,
 ) -> Phase:
+    form: Form = "pairs" if "chosen" in chosen.needs else "demonstrations"
+    maker = (Comparisons if form == "pairs" else Demonstrations)(model.renderer, recipe.engine.max_context)
     queue, engine = MemoryQueue(recipe.queue), TorchEngine(model.decoder, config.over(_updates(steps, learner)))
     source = DatasetSource(
-        dataset=build_dataset(data, "train", seed_of(recipe.seed, "demonstrations")),
-        renderer=model.renderer,
+        dataset=build_dataset(data, "train", seed_of(recipe.seed, "demonstrations"), form),
+        maker=maker,
         queue=queue,
-        config=DatasetSourceConfig(rows_per_step=rows_per_step, max_context=recipe.engine.max_context),
+        tasks_per_step=tasks_per_step,
         seed=recipe.seed,
         policy=PolicyRef(),
     )
     workers = InlineGroup((TrainWorker(engine, queue, chosen),))
     roles = build_roles(recipe, model, chosen, queue, _updates(steps, learner))
+    planned = _planned(chosen.needs | roles.needs, source.columns, roles.stages, chosen)
+    measured = None
+    if heldout is not None:
+        tasks = build_dataset(heldout, "heldout", seed_of(recipe.seed, "heldout"), form)
+        num = min(len(tasks), recipe.evaluation.tasks)
+        if any(maker.fits(tasks[i]) for i in range(num)):
+            measured = HeldOutLoss(
+                dataset=tasks, maker=maker, tasks=num, queue=queue, plan=planned, workers=workers, unit=unit_of(chosen)
+            )
     return Phase(
         name=name,
         steps=steps,
         algorithm=chosen,
         source=source,
-        plan=plan(chosen.needs | roles.needs, source.columns, roles.stages),
+        plan=planned,
         learner=MinibatchLearner(roles.learners(workers, chosen), learner, seed=recipe.seed),
         train=engine,
         roles=roles,
@@ -216,4 +239,5 @@ def _supervised_phase(
         queue=queue,
         checkpoint=InPlace(),
         engines=(),
+        heldout=measured,
     )

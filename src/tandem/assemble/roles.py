@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from tandem.algos.columns import AGGREGATION, reads, unit_of
 from tandem.algos.table import configure
@@ -42,7 +43,7 @@ class Kind:
 KINDS: Mapping[str, Kind] = {
     "process_model": Kind({"prm_logprobs": "logprobs"}, "implicit_prm"),
     "reference": Kind({"ref_logprobs": "logprobs"}),
-    "teacher": Kind({"teacher_logprobs": "logprobs"}),
+    "teacher": Kind({"teacher_logprobs": "logprobs", "teacher_topk_ids": "top_ids", "teacher_topk_logprobs": "top_logprobs"}),
 }
 """By the name of their section in a recipe; those that are trained come first, since what they learn from may need another."""
 
@@ -52,7 +53,8 @@ class Role:
     """A model beside the policy.
 
     path: where its weights come from; None: from the policy as the phase begins. objective: what it is trained for, if it
-    is. outputs: the columns that are read. warmup_steps: steps in which the policy is not trained yet.
+    is. outputs: the columns that are read. warmup_steps: steps in which the policy is not trained yet. top: how many of
+    its likeliest tokens are read.
     """
 
     name: str
@@ -63,10 +65,12 @@ class Role:
     outputs: Mapping[str, str]
     objective: Algorithm | None = None
     warmup_steps: int = 0
+    top: int = 0
 
     @property
     def stage(self) -> BatchStage:
-        return stages.model_outputs(self.name, self.workers, self.outputs, "current" if self.objective else "frozen")
+        weights = "current" if self.objective else "frozen"
+        return stages.model_outputs(self.name, self.workers, self.outputs, weights, top=self.top)
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,9 @@ def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, queue: Trans
         decoder = Decoder(model.decoder.config, model.decoder.dtype) if path is None else _load(name, path, recipe, model)
         if objective is None:
             engine = TorchEngine(decoder, TrainConfig(micro_batch_tokens=recipe.train.micro_batch_tokens))
-            roles.append(Role(name, decoder, path, engine, InlineGroup((ModelWorker(engine, queue),)), outputs))
+            topk = cast("int", algorithm.params["topk"]) if "top_ids" in outputs.values() else 0
+            workers, top = InlineGroup((ModelWorker(engine, queue),)), min(topk, model.tokenizer.vocab_size)
+            roles.append(Role(name, decoder, path, engine, workers, outputs, top=top))
             continue
         settings = section if isinstance(section, TrainedSection) else TrainedSection()
         engine = TorchEngine(decoder, settings.train.over(updates))

@@ -23,6 +23,8 @@ def build_trackers(recipe: Recipe, phase: Phase, directory: Path, console: Conso
         Field("train/loss", "loss {:.3f}"),
         Field("reward/mean", "reward {:.2f}"),
         Field("eval/pass@1", "held-out {:.2f}"),
+        Field("eval/loss", "held-out loss {:.3f}"),
+        Field("train/preference_accuracy", "accuracy {:.2f}"),
         Field("rollout/dropped_reward_failed", "failed rewards {:.0f}"),
         Field("time/tokens_per_s", "{:,.0f} tokens/s"),
     )

@@ -1,4 +1,4 @@
-"""Datasets of built-in problems: tasks to train on or to be held out, and demonstrations to warm up with.
+"""Datasets of built-in problems: tasks to train on or to be held out, demonstrations to warm up with, pairs to compare.
 
 Which split a problem is in is a property of the problem, so that the splits cannot overlap whatever the seeds. Every
 item is a function of (seed, split, position) alone.
@@ -129,6 +129,31 @@ class Demonstrations:
         if rng.random() < self._noise.refusal_frac:
             return (Message("assistant", REFUSAL),)
         return problem.mistake(rng)
+
+
+class Pairs:
+    """`size` problems of one split, each with its solution and a mistake, repeats allowed. Implements the Dataset port."""
+
+    def __init__(self, kind: type[Problem], split: Split, *, seed: int = 0, size: int) -> None:
+        if size < 1:
+            raise DataError(f"the pairs of {kind.name} are empty: size is {size} and must be at least 1")
+        self.name = f"{kind.name}/{split}/pairs"
+        self._kind = kind
+        self._split: Split = split
+        self._seed = seed
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Task:
+        i = range(self._size)[index]
+        problem = next(_draws(self._kind, self._split, f"pairs:{self._seed}", i))
+        rejected = problem.mistake(_random(f"mistakes:{self._seed}", self._kind, self._split, i))
+        prompt = (Message("user", problem.prompt),)
+        return Task(
+            f"{self.name}/{self._seed}/{i}", prompt, problem.answer, self._kind.name, chosen=problem.solution(), rejected=rejected
+        )
 
 
 def _random(stream: str, kind: type[Problem], split: Split, i: int) -> Random:

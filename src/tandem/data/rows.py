@@ -1,7 +1,9 @@
 """One row of a file as a Task: what the columns mean, and what is wrong with a row that does not fit.
 
 messages               a list of {"role", "content"} (and "tool_calls", "name"; ids of calls are not kept), or
-prompt [, completion]  a text or such a list, then the text to imitate
+prompt [, completion]  a text or such a list, then the text or the list to imitate
+chosen, rejected       two responses, the better one first: texts or lists of messages that follow messages or prompt, or
+                       two whole conversations that begin alike
 answer | ground_truth  what the reward reads: any JSON
 id                     a text or whole number, unique in the file; made from the row's number where there is none
 anything else          goes into the task's info under its own name
@@ -17,7 +19,7 @@ from typing import Any, cast, get_args
 from tandem.errors import DataError
 from tandem.types import Json, Message, Role, Task, ToolCall
 
-COLUMNS = ("messages", "prompt", "completion", "answer", "ground_truth", "id")
+COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "answer", "ground_truth", "id")
 _ROLES: tuple[Role, ...] = get_args(Role)
 _FIELDS = ("role", "content", "tool_calls", "name", "tool_call_id")
 
@@ -51,16 +53,25 @@ def _renamed(row: Mapping[str, object], columns: Mapping[str, str], where: str) 
 
 
 def _task(row: dict[str, object], where: str, number: int, source: str) -> Task:
-    for one, other in (("messages", "prompt"), ("messages", "completion"), ("answer", "ground_truth")):
+    for one, other in (("messages", "prompt"), ("messages", "completion"), ("completion", "chosen"), ("answer", "ground_truth")):
         if row.get(one) is not None and row.get(other) is not None:
             raise DataError(f"{where} has both {one} and {other}: leave one of them out, or rename it")
+    listed = _listed(row)
     talk = row.pop("messages", None) or row.pop("prompt", None)
-    if not talk:
-        raise DataError(f"{where} has neither messages nor prompt (it has {_listed(row)}): name the column with `columns`")
-    messages = _messages(talk, where)
+    messages = _messages(talk, where) if talk else ()
+    sides = {name: row.pop(name, None) for name in ("chosen", "rejected")}
+    if lacking := [name for name, value in sides.items() if value is None]:
+        if len(lacking) == 1:
+            raise DataError(f"{where} lacks {lacking[0]} of its pair (it has {listed}): name the column with `columns`")
+        better: tuple[Message, ...] = ()
+        worse: tuple[Message, ...] = ()
+    else:
+        messages, better, worse = _pair(messages, sides["chosen"], sides["rejected"], where)
+    if not messages:
+        raise DataError(f"{where} has neither messages nor prompt (it has {listed}): name the column with `columns`")
     completion = row.pop("completion", None)
     if completion is not None:
-        messages = (*messages, Message("assistant", _text(completion, f"{where}: completion")))
+        messages = (*messages, *_response(messages, completion, f"{where}: completion"))
     answer = row.pop("answer", None)
     truth = row.pop("ground_truth", None)
     identity = row.pop("id", None)
@@ -72,7 +83,47 @@ def _task(row: dict[str, object], where: str, number: int, source: str) -> Task:
         answer=_json(truth if answer is None else answer, f"{where}: answer"),
         source=source,
         info={name: _json(value, f"{where}: {name}") for name, value in row.items()},
+        chosen=better,
+        rejected=worse,
     )
+
+
+def _pair(
+    prompt: tuple[Message, ...], chosen: object, rejected: object, where: str
+) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
+    """The prompt, and the two responses to it; without a prompt it is what two whole conversations have in common."""
+    sides = {"chosen": chosen, "rejected": rejected}
+    if not prompt and (texts := [name for name, value in sides.items() if isinstance(value, str)]):
+        raise DataError(
+            f"{where}: {texts[0]} is a text, and there is no prompt that it answers: add the prompt, or give two whole "
+            f"conversations as lists of messages"
+        )
+    better, worse = (_response(prompt, value, f"{where}: {name}") for name, value in sides.items())
+    if not prompt:
+        common = next((i for i, (a, b) in enumerate(zip(better, worse, strict=False)) if a != b), min(len(better), len(worse)))
+        prompt, better, worse = better[:common], better[common:], worse[common:]
+    if better == worse:
+        raise DataError(f"{where}: chosen and rejected are the same, so neither is better: leave the pair out")
+    for name, response in (("chosen", better), ("rejected", worse)):
+        if not prompt or not response or response[0].role != "assistant":
+            on = repr(response[0].content) if response else "nothing"
+            raise DataError(
+                f"{where}: the prompts of chosen and rejected differ: after {len(prompt)} messages that they share, {name} goes on "
+                f"with {on}; a pair is two responses to one prompt"
+            )
+    return prompt, better, worse
+
+
+def _response(prompt: tuple[Message, ...], value: object, where: str) -> tuple[Message, ...]:
+    """What follows the prompt, where there is one; a list may repeat it."""
+    if isinstance(value, str):
+        return (Message("assistant", value),)
+    messages = _messages(value, where)
+    if not prompt or (messages and messages[0].role == "assistant"):
+        return messages
+    if messages[: len(prompt)] != prompt:
+        raise DataError(f"{where} is a conversation with another prompt than the row's own: a pair is two responses to one prompt")
+    return messages[len(prompt) :]
 
 
 def _messages(value: object, where: str) -> tuple[Message, ...]:

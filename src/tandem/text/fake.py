@@ -37,13 +37,13 @@ class FakeRenderer:
             return None
         return (*(() if closed else (self.END,)), *self.opening(new))
 
-    def demonstration(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    def demonstration(self, messages: Sequence[Message], *, given: int = 0) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         tokens: list[int] = []
         mask: list[bool] = []
-        for message in messages:
+        for i, message in enumerate(messages):
             turn = self._turn(message)
             tokens += turn
-            mask += [False, *([message.role == "assistant"] * (len(turn) - 1))]
+            mask += [False, *([message.role == "assistant" and i >= given] * (len(turn) - 1))]
         if not any(mask):
             raise DataError(f"a demonstration needs an assistant turn; the roles are {[message.role for message in messages]}")
         return tuple(tokens), tuple(mask)

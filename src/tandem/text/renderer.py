@@ -79,7 +79,7 @@ class TemplateRenderer:
         tokens = self._encode(after)
         return tokens[self._closing(tokens) :] if closed else tokens
 
-    def demonstration(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    def demonstration(self, messages: Sequence[Message], *, given: int = 0) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """See the port.
 
         Raises DataError where no turn is the assistant's, or the template writes one elsewhere than it would be sampled.
@@ -97,7 +97,7 @@ class TemplateRenderer:
 
         cursor = 0
         for i, message in enumerate(messages):
-            if message.role != "assistant":
+            if message.role != "assistant" or i < given:
                 continue
             before = self._render(messages[:i])
             marked = self._render((*messages[:i], Message("assistant", _TURN), *messages[i + 1 :]), header=False)

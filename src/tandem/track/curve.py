@@ -1,30 +1,41 @@
-"""The learning curve of a run, as a PNG and as text: reward in training, pass rate on held-out tasks, before and after."""
+"""The learning curve of a run, as a PNG and as text: what it is trained on and held-out tasks, before and after.
+
+Where the policy is rewarded these are rewards and pass rates, where it learns from a dataset losses.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.text import Text
 
 from tandem.durable import attempt
 from tandem.track.jsonl import Series
 
-_REWARD, _HELD_OUT, _LEVEL = "#9aa5b1", "#0b6e4f", "#c8553d"
+_TRAINING, _HELD_OUT, _LEVEL = "#9aa5b1", "#0b6e4f", "#c8553d"
 
 
 @dataclass(frozen=True, slots=True)
 class LearningCurve:
-    """reward: mean of each training step. held_out: pass@1 where it was measured. before, after: pass@1 of the model
-    before the first and after the last step.
+    """training: mean of each training step. held_out: where it was measured. before, after: the held-out value of the model
+    before the first and after the last step. of: rewards in training and pass@1, or losses.
     """
 
     title: str
-    reward: Series
+    training: Series
     held_out: Series
     before: float
     after: float
+    of: Literal["rewards", "losses"] = "rewards"
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return ("training reward", "held-out pass@1") if self.of == "rewards" else ("training loss", "held-out loss")
+
+    def shown(self, level: float) -> str:
+        return f"{level:.1%}" if self.of == "rewards" else f"{level:.4g}"
 
 
 def smoothed(values: tuple[float, ...], window: int = 5) -> list[float]:
@@ -34,9 +45,13 @@ def smoothed(values: tuple[float, ...], window: int = 5) -> list[float]:
 
 
 def _limits(curve: LearningCurve, margin: float = 0.0) -> tuple[float, float]:
-    """The vertical range: rates lie in [0, 1], rewards where they like."""
-    values = (*curve.reward.values, *curve.held_out.values, curve.before, curve.after)
-    return min(0.0, *values) - margin, max(1.0, *values) + margin
+    """The vertical range, with this share of it on either side: rates lie in [0, 1], rewards and losses where they like."""
+    values = (*curve.training.values, *curve.held_out.values, curve.before, curve.after)
+    low, high = min(values), max(values)
+    if curve.of == "rewards":
+        low, high = min(0.0, low), max(1.0, high)
+    room = margin * (high - low or 1.0)
+    return low - room, high + room
 
 
 def draw_png(curve: LearningCurve, path: Path) -> None:
@@ -48,15 +63,16 @@ def draw_png(curve: LearningCurve, path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.add_subplot()
-    reward, held_out = curve.reward, curve.held_out
-    axes.plot(reward.steps, reward.values, color=_REWARD, alpha=0.45, linewidth=1)
-    axes.plot(reward.steps, smoothed(reward.values), color=_REWARD, linewidth=2, label="training reward (mean of 5 steps)")
-    axes.plot(held_out.steps, held_out.values, color=_HELD_OUT, linewidth=2.2, marker="o", markersize=5, label="held-out pass@1")
-    close = abs(curve.after - curve.before) < 0.06
+    training, held_out, (trained, measured) = curve.training, curve.held_out, curve.names
+    axes.plot(training.steps, training.values, color=_TRAINING, alpha=0.45, linewidth=1)
+    axes.plot(training.steps, smoothed(training.values), color=_TRAINING, linewidth=2, label=f"{trained} (mean of 5 steps)")
+    axes.plot(held_out.steps, held_out.values, color=_HELD_OUT, linewidth=2.2, marker="o", markersize=5, label=measured)
+    low, high = _limits(curve, 0.03)
+    close = abs(curve.after - curve.before) < 0.06 * (high - low)
     for name, level, side in (("before", curve.before, "top"), ("after", curve.after, "bottom")):
         axes.axhline(level, color=_LEVEL, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         axes.annotate(
-            f"{name}\n{level:.1%}",
+            f"{name}\n{curve.shown(level)}",
             xy=(1, level),
             xycoords=("axes fraction", "data"),
             xytext=(5, 0),
@@ -67,14 +83,14 @@ def draw_png(curve: LearningCurve, path: Path) -> None:
         )
     axes.set_title(curve.title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel("step")
-    axes.set_ylabel("mean reward, pass rate")
-    axes.set_ylim(*_limits(curve, 0.03))
+    axes.set_ylabel("mean reward, pass rate" if curve.of == "rewards" else "loss")
+    axes.set_ylim(low, high)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.margins(x=0.02)
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    axes.legend(loc="lower right" if curve.of == "rewards" else "upper right", frameon=False, fontsize=9)
     with attempt(f"write {path}", path):
         figure.savefig(path)
 
@@ -90,7 +106,8 @@ def draw_text(curve: LearningCurve, width: int = 80, height: int = 16) -> Text:
     figure.title(curve.title)
     low, high = _limits(curve)
     figure.ruler("y").lim(low, high)
-    drawn = (("training reward", curve.reward, "·", "gray"), ("held-out pass@1", curve.held_out, "●", "green+"))
+    trained, measured = curve.names
+    drawn = ((trained, curve.training, "·", "gray"), (measured, curve.held_out, "●", "green+"))
     figure.label("step    " + "   ".join(f"{symbol} {name}" for name, _, symbol, _ in drawn), "x")
     for _, series, symbol, shade in drawn:
         if series.steps:

@@ -40,7 +40,7 @@ def final_report(
 
 
 def before_after(summary: Summary) -> Table:
-    """A row for each rate that was measured both times."""
+    """A row for each number that was measured both times; green and red where one of two ways is the better one."""
     before, after = summary.eval_before, summary.eval_after
     minutes, seconds = divmod(round(summary.wall_s), 60)
     table = Table(
@@ -53,11 +53,12 @@ def before_after(summary: Summary) -> Table:
         if name == "failed" and before[name] + after.get(name, 0):
             table.add_row("not judged, left out", f"{before[name]:.0f}", f"{after.get(name, 0):.0f}", "")
         elif name in after and name not in ("n", "failed"):
+            rate = name.startswith(("pass@", "greedy", "preference_accuracy"))
             change = after[name] - before[name]
-            style = "green" if change > 0 else "red" if change < 0 else ""
-            table.add_row(
-                _NAMES.get(name, name), f"{before[name]:.1%}", f"{after[name]:.1%}", Text(f"{100 * change:+.1f} pts", style)
-            )
+            better = 0.0 if not rate and name != "loss" else change if rate else -change
+            style = "green" if better > 0 else "red" if better < 0 else ""
+            shown = [f"{value:.1%}" if rate else f"{value:.4g}" for value in (before[name], after[name])]
+            table.add_row(_NAMES.get(name, name), *shown, Text(f"{100 * change:+.1f} pts" if rate else f"{change:+.4g}", style))
     return table
 
 

@@ -16,8 +16,9 @@ from tandem.types import Json
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """eval_before and eval_after: rates in [0, 1] by name ("pass@1", "greedy", "pass@8", ...), "n", the tasks, and "failed",
-    the episodes that could not be judged; empty where nothing was measured.
+    """eval_before and eval_after: rates in [0, 1] by name ("pass@1", "greedy", "pass@8", ...), the loss of a dataset's objective
+    and what it measures beside ("loss", "preference_accuracy", ...), "n", the tasks, and "failed", the episodes that could not
+    be judged; empty where nothing was measured.
 
     facts: more that belongs on record (seed, the hash of the final weights), beside the others in the file.
     """

@@ -338,7 +338,7 @@ class _Sums:
         names = dict.fromkeys(name for terms, _ in found for name in terms)
         means = {name: sum(terms[name] for terms, _ in found) / len(found) for name in names}
         losses = {"loss": sum(means.values())} | ({f"loss_{n}": v for n, v in means.items()} if len(means) > 1 else {})
-        return self._metrics + Metrics.mean(losses), next((trouble for _, trouble in found if trouble), "")
+        return Metrics.mean(losses) + self._metrics, next((trouble for _, trouble in found if trouble), "")
 
 
 def _without_tokens(batch: DataProto) -> DataProto:

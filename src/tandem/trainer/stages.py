@@ -143,16 +143,22 @@ def bypass(queue: TransferQueue) -> BatchStage:
 
 
 def model_outputs(
-    name: str, workers: WorkerGroup, outputs: Mapping[str, str], weights: WeightUse, *, against: str | None = None
+    name: str,
+    workers: WorkerGroup,
+    outputs: Mapping[str, str],
+    weights: WeightUse,
+    *,
+    against: str | None = None,
+    top: int = 0,
 ) -> BatchStage:
     """Columns that a model gives before the update, in one pass: see `ModelWorker.forward`.
 
-    against: for the policy's logprobs, the sampler's, to measure how far they are apart.
+    against: for the policy's logprobs, the sampler's, to measure how far they are apart. top: how many of the likeliest tokens.
     """
     gives = frozenset(outputs)
 
     async def run(batch: BatchRef) -> tuple[BatchRef, Metrics]:
-        metrics = await workers.call(ModelWorker.forward, batch, dict(outputs), against=against)
+        metrics = await workers.call(ModelWorker.forward, batch, dict(outputs), against=against, top=top)
         return replace(batch, columns=batch.columns | gives), metrics
 
     needs = frozenset({"tokens", "mask", "temperature"} | ({against} if against else set[str]()))

@@ -30,13 +30,13 @@ class ModelWorker:
         self._queue = queue
 
     @register(Dispatch.SPLIT, Collect.SUM)
-    async def forward(self, batch: BatchRef, outputs: Mapping[str, str], against: str | None = None) -> Metrics:
+    async def forward(self, batch: BatchRef, outputs: Mapping[str, str], against: str | None = None, top: int = 0) -> Metrics:
         """Writes what the engine gives in one pass, outputs[column] as `column`.
 
-        against: a column of logprobs to measure the mismatch of this model's to.
+        against: a column of logprobs to measure the mismatch of this model's to. top: how many of the likeliest tokens.
         """
         rows = await self._queue.get(batch.keys, _PASS | ({against} if against else frozenset[str]()))
-        found = self.engine.forward(rows, frozenset(outputs.values()))
+        found = self.engine.forward(rows, frozenset(outputs.values()), top=top)
         token = {column: found[output] for column, output in outputs.items()}
         await self._queue.write(DataProto.make(rows.keys, rows.lengths, token=token))
         return mismatch(rows[against], found["logprobs"], rows["mask"]) if against else Metrics()
@@ -70,13 +70,20 @@ class TrainWorker(ModelWorker):
     @register(Dispatch.SPLIT, Collect.SUM)
     async def update(self, batch: BatchRef) -> Metrics:
         """One optimiser step on these rows, which have been weighed."""
-        rows = await self._queue.get(batch.keys, self._objective.needs | _PASS | self._own.keys())
-        rows = rows.with_columns(token={column: rows[own] for own, column in self._own.items()})
-        metrics, _ = self.engine.forward_backward(rows, self._loss)
+        metrics, _ = self.engine.forward_backward(await self._weighed(batch), self._loss)
         crash_point("update.before_step")
         metrics += self.engine.step()
         crash_point("update.after_step")
         return self._named(metrics)
+
+    @register(Dispatch.SPLIT, Collect.SUM)
+    async def evaluate(self, batch: BatchRef) -> Metrics:
+        """The objective on these rows, which have been weighed, as eval/...: nothing is trained on."""
+        return self.engine.evaluate(await self._weighed(batch), self._loss)
+
+    async def _weighed(self, batch: BatchRef) -> DataProto:
+        rows = await self._queue.get(batch.keys, self._objective.needs | _PASS | self._own.keys())
+        return rows.with_columns(token={column: rows[own] for own, column in self._own.items()})
 
     def _named(self, metrics: Metrics) -> Metrics:
         """An engine calls what it measures train/...; here it gets the name of the role."""
