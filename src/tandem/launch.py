@@ -41,7 +41,7 @@ from tandem.durable import attempt, write_whole
 from tandem.errors import ConfigError
 from tandem.faults import crash_point
 from tandem.ports import Dataset
-from tandem.recipe import Recipe, load_recipe
+from tandem.recipe import DatasetSection, Recipe, load_recipe
 from tandem.track.curve import LearningCurve, draw_png
 from tandem.track.jsonl import read_series
 from tandem.track.report import final_report, shown
@@ -49,6 +49,7 @@ from tandem.track.samples import SampleLog, SampleRecord
 from tandem.track.summary import Summary, write_summary
 from tandem.trainer import loop
 from tandem.trainer.evaluate import EvalResult, evaluate
+from tandem.trainer.heldout import HeldOutLoss
 from tandem.trainer.sampler import seed_of
 from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutSource
@@ -243,7 +244,7 @@ class _PhaseRun:
                 self.before = (await self._evaluate(0)).values
             await loop.train(phase.source, phase.plan, phase.learner, phase.checkpoint, self.trackers, self, steps=phase.steps)
             if self._measures and self.last is None:  # resumed after the last step, whose metrics are logged
-                self.last = await _measured(self.recipe, self.phase, self.rollout, self.heldout)
+                self.last = await self._measured()
 
     async def after_step(self, policy: PolicyRef, metrics: Metrics) -> None:
         del metrics  # they are logged already
@@ -305,9 +306,13 @@ class _PhaseRun:
         return self.heldout is not None or self.phase.heldout is not None
 
     async def _evaluate(self, step: int) -> _Measured:
-        self.last = await _measured(self.recipe, self.phase, self.rollout, self.heldout)
+        self.last = await self._measured()
         self.trackers.log(self.last.metrics, step)
         return self.last
+
+    async def _measured(self) -> _Measured:
+        phase = self.phase
+        return await _measured(self.recipe, phase.heldout, phase.source.policy, self.rollout, self.heldout)
 
     def summary(self) -> Summary:
         after = self.last.values if self.last is not None else dict[str, float]()
@@ -319,11 +324,13 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-async def _measured(recipe: Recipe, phase: Phase, rollout: Rollout | None, heldout: Dataset | None) -> _Measured:
+async def _measured(
+    recipe: Recipe, loss: HeldOutLoss | None, policy: PolicyRef, rollout: Rollout | None, heldout: Dataset | None
+) -> _Measured:
     """The loss of a dataset's objective, and episodes where there is a reward to judge them; the latter make the score."""
     metrics, values, score, result = Metrics(), dict[str, float](), 0.0, None
-    if phase.heldout is not None:
-        metrics = await phase.heldout.measure(phase.source.policy)
+    if loss is not None:
+        metrics = await loss.measure(policy)
         values = {name.removeprefix("eval/"): value for name, value in metrics.values_by_name().items()}
         score = -values["loss"]
     if rollout is not None and heldout is not None:
@@ -393,18 +400,32 @@ def _save_whole(model: Model, directory: Path) -> None:
 
 
 async def _measure(recipe: Recipe, console: Console) -> None:
-    heldout = _heldout(recipe)
-    if heldout is None:
+    if recipe.data.heldout is None:
         raise ConfigError("there is nothing to evaluate on: give data.heldout a task or a path")
     model = build_model(recipe)
     console.print(_describe(model), markup=False, highlight=False)
-    async with open_rollout(recipe, model) as rollout:
-        result = await _evaluated(recipe, rollout, heldout)
-    for name, value in _rates(result).items():
+    async with AsyncExitStack() as stack:
+        loss = _heldout_loss(recipe, recipe.data.heldout, model) if from_dataset(recipe) else None
+        rollout = None
+        if loss is None or recipe.reward is not None:
+            rollout = await stack.enter_async_context(open_rollout(recipe, model))
+        found = await _measured(recipe, loss, PolicyRef(), rollout, _heldout(recipe) if rollout is not None else None)
+    for name, value in found.values.items():
         note = "  episodes that could not be judged; they are in no rate" if name == "failed" and value else ""
-        console.print(f"{name:<10} {value:.3f}" if isinstance(value, float) else f"{name:<10} {value}{note}")
-    for episode in result.episodes[:3]:
+        console.print(f"{name:<10} {value:.3f}" if name not in ("n", "failed") else f"{name:<10} {value:.0f}{note}")
+    for episode in found.result.episodes[:3] if found.result is not None else ():
         console.print(shown(SampleRecord.of(episode)), soft_wrap=True)
+
+
+def _heldout_loss(recipe: Recipe, heldout: DatasetSection, model: Model) -> HeldOutLoss | None:
+    """What measures the objective of a dataset, without the data that it is trained on."""
+    phase = main_phase(replace(recipe, data=replace(recipe.data, train=heldout)), model, None)
+    if copied := copies(phase.roles):
+        initial, name = recipe.run.directory / "initial", copied[0].name
+        if not initial.is_dir():
+            raise ConfigError(f"{name} is the policy as the run began, and there is no {initial}: give {name}.path its directory")
+        begin(phase.roles, initial)
+    return phase.heldout
 
 
 async def _dry_run(recipe: Recipe, console: Console) -> None:

@@ -118,9 +118,15 @@ def test_supervised_training_from_a_file(tmp_path: Path, capsys: pytest.CaptureF
     overrides = ("algorithm=sft", "warmup=null", "reward=null", "data.train.task=null", f"data.train.path={data}", "train.lr=0.02")
     recipe = str(write_recipe(tmp_path))
     assert tandem("train", recipe, f"run.dir={tmp_path / 'run'}", "trainer.steps=30", *overrides) == 0
-    assert "nothing was measured" in capsys.readouterr().out
-    losses = [line["train/loss"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert "held-out loss" in capsys.readouterr().out
+    losses = [line["train/loss"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
     assert losses[-1] < 0.7 * losses[0]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert tandem("eval", str(tmp_path / "run")) == 0
+    assert f"loss       {summary['eval_after']['loss']:.3f}" in capsys.readouterr().out
+    alone = ("trainer.steps=1", "data.heldout=null", "model.new=null", f"model.path={tmp_path / 'run' / 'final'}")
+    assert tandem("train", recipe, f"run.dir={tmp_path / 'other'}", *alone, *overrides) == 0
+    assert "nothing was measured" in capsys.readouterr().out
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 
