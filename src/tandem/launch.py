@@ -420,11 +420,11 @@ async def _measure(recipe: Recipe, console: Console) -> None:
 def _heldout_loss(recipe: Recipe, heldout: DatasetSection, model: Model) -> HeldOutLoss | None:
     """What measures the objective of a dataset, without the data that it is trained on."""
     phase = main_phase(replace(recipe, data=replace(recipe.data, train=heldout)), model, None)
-    if copied := copies(phase.roles):
+    if copied := phase.roles.copies:
         initial, name = recipe.run.directory / "initial", copied[0].name
         if not initial.is_dir():
             raise ConfigError(f"{name} is the policy as the run began, and there is no {initial}: give {name}.path its directory")
-        begin(phase.roles, initial)
+        phase.roles.begin(initial)
     return phase.heldout
 
 
