@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.errors import WorkerError
 from tandem.runtime.link import Link, Question, pair
 
 
@@ -106,6 +107,21 @@ def test_an_answer_that_nobody_waits_for_is_let_go() -> None:
             kept.append(question)
         else:
             question.reply(torch.zeros(1 << 16))
+
+    with ends(receive) as (link, _, _):
+        asyncio.run(scenario(link))
+
+
+def test_a_question_that_nobody_can_answer_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    def receive(value: object, question: Question) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    async def scenario(link: Link) -> None:
+        with pytest.raises(RuntimeError, match="loop is closed"):
+            await link.call(1)
+        monkeypatch.setattr("tandem.runtime.parcels.Inbox.add", lambda self, ident, capacity, fd: os.close(fd))
+        with pytest.raises(WorkerError, match="ulimit -n"):
+            await link.call(torch.zeros(1 << 16))
 
     with ends(receive) as (link, _, _):
         asyncio.run(scenario(link))

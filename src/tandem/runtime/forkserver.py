@@ -27,6 +27,7 @@ from tandem.runtime.link import Frame, Link, frame, pair
 from tandem.runtime.placement import Seat
 
 _START_LIMIT_S = 120.0
+_END_LIMIT_S = 10.0
 _MAIN = """
 import json, sys
 path, descriptor = json.loads(sys.argv[1])
@@ -82,7 +83,10 @@ class ForkServer:
     def close(self) -> None:
         """Ends the server and all its workers, and waits until it is gone."""
         self._link.close()
-        self._process.wait()
+        try:
+            self._process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:  # a worker that the kernel does not let go
+            self._process.kill()
 
 
 _server: list[ForkServer] = []

@@ -101,11 +101,10 @@ class Question:
         """Sends what `work` gives, or its exception; an end that is gone is no error."""
         try:
             parcel = await pack(await work)
+            self._link.send("done", self._number, parcel)
+            parcel.close()
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 the asker's to handle
             self.fail(error)
-            return
-        self._link.send("done", self._number, parcel)
-        parcel.close()
 
     def reply(self, value: object) -> None:
         """Sends a value, from any thread."""
@@ -175,14 +174,14 @@ class Link:
             gone = outbox().gone(self._known)
             self._known -= set(gone)
             body: Body = parcel.head
-            descriptors = list(fds)
+            copies = [os.dup(fd) for fd in fds]
             if (segment := parcel.segment) is not None:
+                if segment.ident not in self._known:
+                    copies.append(os.dup(segment.fd))
+                    self._known.add(segment.ident)
                 segment.bytes[self._holder] = 1
                 body = (segment.ident, segment.capacity, parcel.num_pieces, self._holder)
-                if segment.ident not in self._known:
-                    self._known.add(segment.ident)
-                    descriptors.append(segment.fd)
-            self._backlog.append((frame(kind, number, body, gone), [os.dup(descriptor) for descriptor in descriptors]))
+            self._backlog.append((frame(kind, number, body, gone), copies))
             if len(self._backlog) == 1:
                 self._flush()
                 if self._backlog:
@@ -240,10 +239,13 @@ class Link:
             value, failure = None, error
         if kind == "ask":
             question = Question(self, number)
-            if failure is None:
-                self._receive(value, question)
-            else:
+            if failure is not None:
                 question.fail(failure)
+                return
+            try:
+                self._receive(value, question)
+            except RuntimeError as error:  # the event loop that would answer is closed
+                question.fail(error)
         elif (future := self._answered(number)) is not None:
             if failure is None:
                 future.set_result(value)

@@ -194,16 +194,25 @@ class Inbox:
         self._segments: dict[int, Segment] = {}
 
     def add(self, ident: int, capacity: int, fd: int) -> None:
-        """Maps a segment and closes `fd`."""
-        self._segments[ident] = Segment(ident, capacity, fd)
-        os.close(fd)
+        """Maps a segment and closes `fd`. Raises WorkerError where there is no room for it."""
+        try:
+            self._segments[ident] = Segment(ident, capacity, fd)
+        except RuntimeError as error:
+            raise WorkerError(f"{capacity >> 20} MB of shared memory cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
 
     def forget(self, idents: Collection[int]) -> None:
         for ident in idents:
             self._segments.pop(ident, None)
 
     def pieces(self, ident: int, count: int, holder: int) -> list[memoryview]:
-        """What lies in a segment; `holder` lets go of it when the last view of any piece is gone."""
+        """What lies in a segment; `holder` lets go of it when the last view of any piece is gone.
+
+        Raises WorkerError for a segment that did not arrive.
+        """
+        if ident not in self._segments:
+            raise WorkerError("a message came without its shared memory: this process may open no more files; raise `ulimit -n`")
         segment = self._segments[ident]
         lent = segment.bytes.view()
         weakref.finalize(lent, _let_go, segment.bytes, holder).atexit = False

@@ -14,7 +14,7 @@ import os
 import platform
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ W = TypeVar("W")
 _SLICES = 10  # an event loop that is busy with something else uses up one of them and not the limit
 _STACKS_LIMIT_S = 2.0
 _PEERS_LIMIT_S = 5.0  # that ranks have to finish a call which failed on another, before they count as stuck
+_KILL_LIMIT_S = 10.0
 _LOG_LINES, _LOG_BYTES = 15, 8 << 10
 
 
@@ -128,9 +129,12 @@ class _Process:
 
     def log_end(self) -> str:
         """The last lines of what it wrote."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+        except OSError as error:
+            return f"{self.log} cannot be read: {error}."
         return (
             f"The end of {self.log}:\n" + "\n".join(f"  {line}" for line in lines) if lines else f"It wrote nothing to {self.log}."
         )
@@ -157,9 +161,12 @@ class _Pool:
     async def start(self, seats: Sequence[Seat]) -> None:
         for seat in seats:
             path = self._logs / f"{self._name}-{seat.rank}.log"
-            ours, theirs = pair()
-            with attempt(f"open {path}", path), theirs, path.open("wb") as log:
-                pid = await self._server.fork(seat, theirs, log.fileno())
+            with ExitStack() as undo:
+                ours, theirs = pair()
+                undo.callback(ours.close)
+                with attempt(f"open {path}", path), theirs, path.open("wb") as log:
+                    pid = await self._server.fork(seat, theirs, log.fileno())
+                undo.pop_all()
             process = _Process(seat, pid, Link(ours, _asks_nothing), path)
             self._processes.append(process)
             self._watchers.append(asyncio.create_task(self._watch(process)))
@@ -250,26 +257,34 @@ class _Pool:
             how = "was ended with the fork server, which died"
         if self._ending:
             return
-        await self._kill()
+        left = await self._kill()
         peers = ", and its peers were ended" if len(self) > 1 else ""
-        self._ended.set_result(f"{process} {how}{peers}. {process.log_end()}")
+        self._ended.set_result(f"{process} {how}{peers}{left}. {process.log_end()}")
 
     async def end(self, why: str) -> None:
         """Ends every process; the reason is the error of whoever still calls."""
         if not self._ending:
-            await self._kill()
-            self._ended.set_result(f"pool {self._name!r} has ended: {why}")
+            left = await self._kill()
+            self._ended.set_result(f"pool {self._name!r} has ended: {why}{left}")
         await self._ended
-        await asyncio.gather(*self._watchers)
 
-    async def _kill(self) -> None:
+    async def _kill(self) -> str:
+        """Ends every process. Which ones are left, as the end of a sentence: none, but where the kernel itself is stuck."""
         self._ending = True
         with suppress(ConnectionError):
             await asyncio.gather(*(self._server.kill(process.pid) for process in self._processes))
-            await asyncio.gather(*(self._server.ended(process.pid) for process in self._processes))
+        going = [asyncio.ensure_future(self._gone(process)) for process in self._processes]
+        _, stuck = await asyncio.wait(going, timeout=_KILL_LIMIT_S) if going else ((), ())
+        for task in stuck:
+            task.cancel()
         for process in self._processes:
             process.link.close()
         self._store.unlink(missing_ok=True)
+        return f"; {len(stuck)} of {len(self)} processes were killed and do not end (state D in ps?)" if stuck else ""
+
+    async def _gone(self, process: _Process) -> None:
+        with suppress(ConnectionError):
+            await self._server.ended(process.pid)
 
 
 def _asks_nothing(value: object, question: Question) -> None:
