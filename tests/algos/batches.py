@@ -88,6 +88,7 @@ def make_batch(
         "temperature": torch.ones(num),
         "mask": torch.tensor(list(mask) if mask is not None else [True] * total, dtype=torch.bool),
         "tokens": torch.arange(total),
+        "turns": torch.arange(total) // 2,
         "rollout_logprobs": rollout,
         "old_logprobs": old,
         "logprobs": near(old, spread),

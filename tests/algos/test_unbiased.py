@@ -55,6 +55,7 @@ OF_TOY: Rows = {
     "teacher_logprobs": TOY.logprobs(TEACHER),
     "ref_logprobs": TOY.logprobs(TEACHER),
     "sum_pi_squared": TOY.of_tokens(TABLE.exp().square().sum(-1, keepdim=True).expand_as(TABLE)),
+    "turns": torch.zeros(int(TOY.lengths.sum()), dtype=torch.int64),
     "uniforms": torch.linspace(0, 1, int(TOY.lengths.sum()), dtype=torch.float64),
 }
 
@@ -171,6 +172,7 @@ ROWS: dict[str, Row] = {
     "sppo": Row(2, {"own reward": {"advantage": "no_baseline"}}),  # 2 is the derivative of its square
     # with a second model
     "ppo": Row(1, {"whitening": {"advantage": "gae"}, "length": SUM}),
+    "turn_ppo": Row(1, {"whitening": {"advantage": "turn_gae"}, "length": SUM}),
     "pf_ppo": Row(1, {"resampling": {"resampling": None}, "whitening": {"advantage": "gae"}, "length": SUM}),
     "vapo": Row(1, {"critic": {"lam_policy": 1.0}, "imitation": {"positive_nll_weight": 0.0}, "length": SUM}),
     "prime": Row(5, {"process": {"process_coef": 0.0}, "whitening": {"advantage": "process_and_outcome"}, "length": SUM}),

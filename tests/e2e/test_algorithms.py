@@ -33,6 +33,7 @@ logs: []
 """
 MISSING = {
     "ppo": "values",
+    "turn_ppo": "values",
     "pf_ppo": "values",
     "vapo": "values",
     "otb": "sum_pi_squared",

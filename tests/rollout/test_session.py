@@ -77,6 +77,8 @@ def test_two_turns_are_one_sample() -> None:
         assert_parts(sample, (opening, False), (spoken("hi"), True), (between, False), (spoken("bye"), True))
         assert (sample.key, sample.stop, sample.temperature, sample.full_support) == (KEY, "stop", 1.0, True)
         assert sample.policy == ((PolicyRef(), 7),)
+        turns = [0] * len((*opening, *spoken("hi"))) + [1] * len((*between, *spoken("bye")))
+        assert sample.columns["turns"].tolist() == turns
         assert [(r.key, r.seed, r.turn, r.sampled) for r in engine.requests] == [(KEY, 11, 0, 0), (KEY, 11, 1, 0)]
         assert engine.requests[1].tokens == (*opening, *spoken("hi"), *between)
 

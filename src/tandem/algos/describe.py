@@ -21,7 +21,7 @@ from tandem.types import Algorithm, Json
 
 WIDTH = 100
 _GIVEN = frozenset(
-    {"rewards", "old_logprobs", "rollout_logprobs", "advantages", "correction", "resample_counts", "mask", "uniforms"}
+    {"rewards", "old_logprobs", "rollout_logprobs", "advantages", "correction", "resample_counts", "mask", "turns", "uniforms"}
 )
 """Columns that every run has, or that the pipeline makes without another model."""
 

@@ -53,7 +53,7 @@ ADVANTAGES = {
     **{
         name: f"{_HERE}.returns:{name}"
         for name in (
-            *("discounted_returns", "greedy_baseline", "gae", "decoupled_gae", "process_and_outcome"),
+            *("discounted_returns", "greedy_baseline", "gae", "turn_gae", "decoupled_gae", "process_and_outcome"),
             *("optimal_token_baseline", "teacher_advantage", "reverse_kl", "whiten"),
         )
     },

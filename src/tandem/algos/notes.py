@@ -220,6 +220,10 @@ NOTES: dict[str, Note] = {
         "Dense or token rewards, and when a critic is affordable; needs column values.",
         {"verl": "dual_clip=3.0", "OpenRLHF": "whiten_ddof=0 reward_kl_coef=0.01", "ROLL": "lam=0.95", "NeMo-RL": "kl_coef=0.01"},
     ),
+    "turn_ppo": Note(
+        "PPO in which each turn of a conversation is one action: its tokens share an advantage.",
+        "Agents with tools or environments, where what a turn led to counts and not each of its tokens; needs column values.",
+    ),
     "pf_ppo": Note(
         "PPO on episodes that are drawn anew, the ones with extreme rewards more often.",
         "Noisy reward models, whose extreme scores are the reliable ones; needs column values. Any row takes resampling=pow.",

@@ -23,6 +23,7 @@ from tandem.algos.segments import (
     row_counts,
     row_max,
     row_mean,
+    row_of_token,
 )
 from tandem.algos.terms import keep
 
@@ -90,6 +91,33 @@ def gae(
     """
     advantages = _gae(token_rewards_N, values_N, mask_N, lengths_B, gamma, _unit(lam, "lam"))
     return Credit(advantages, keep(advantages + values_N, mask_N))
+
+
+def turn_gae(
+    token_rewards_N: Tensor,
+    values_N: Tensor,
+    turns_N: Tensor,
+    mask_N: Tensor,
+    lengths_B: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> Credit:
+    """GAE with a turn as one action: r_k is the sum of the turn's rewards and V_k the value at its first token, so that
+    delta_k = r_k + gamma V_(k+1) - V_k; A_k = delta_k + gamma lam A_(k+1); G_k = A_k + V_k on every token of turn k.
+
+    turns_N: int [N], which turn of its row a counted token belongs to, rising in the row. gamma and lam are spent once a
+    turn, however long it is.
+    """
+    row_M, turn_M = row_of_token(lengths_B)[mask_N], turns_N[mask_N]
+    first_M = torch.ones_like(mask_N[mask_N])
+    first_M[1:] = (row_M[1:] != row_M[:-1]) | (turn_M[1:] != turn_M[:-1])
+    place_M = first_M.cumsum(0) - 1
+    values_K = values_N[mask_N][first_M]
+    rewards_K = torch.zeros_like(values_K).index_add(0, place_M, token_rewards_N[mask_N].to(values_K.dtype))
+    turns_B = torch.bincount(row_M[first_M], minlength=len(lengths_B))
+    of_turns = gae(rewards_K, values_K, torch.ones_like(values_K, dtype=torch.bool), turns_B, gamma=gamma, lam=lam)
+    return Credit(*(torch.zeros_like(mask_N, dtype=each.dtype).masked_scatter(mask_N, each[place_M]) for each in of_turns))
 
 
 def decoupled_gae(

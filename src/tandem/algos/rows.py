@@ -269,6 +269,13 @@ ROWS = (
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
+        name="turn_ppo",
+        source="GAE, arXiv 1506.02438, with a turn as one action",
+        advantage="turn_gae+whiten",
+        loss="ppo_clip+kl",
+        params={"aggregation": "token-mean"},
+    ),
+    Algorithm(
         name="pf_ppo",
         source="Policy Filtration, arXiv 2409.06957",
         advantage="gae+whiten",

@@ -6,8 +6,8 @@
 
 Tokens that exist are never made again from text: only messages that are new are rendered, so a sample is the
 concatenation of what was rendered and what was sampled, byte for byte. `mask` is provenance: true where the engine
-sampled the token, an end token included, and false for an end token that the renderer wrote. It neither judges nor
-retries.
+sampled the token, an end token included, and false for an end token that the renderer wrote. Column `turns` says in which
+assistant turn of the sample a token was sampled, or which one it leads to. It neither judges nor retries.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class _Branch:
     mask: list[bool] = field(default_factory=list[bool])
     logprobs: list[float] = field(default_factory=list[float])
     policy: list[tuple[PolicyRef, int]] = field(default_factory=list[tuple[PolicyRef, int]])
+    turn_of: list[int] = field(default_factory=list[int])
     stop: Stop = "error"
-    turns: int = 0
+    turn: int = -1
     full: bool = False
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None, policy: PolicyRef | None = None) -> None:
@@ -45,6 +46,7 @@ class _Branch:
         self.tokens += tokens
         self.mask += [policy is not None] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+        self.turn_of += [self.turn] * len(tokens)
         if policy is not None and tokens:
             if self.policy and self.policy[-1][0] == policy:
                 self.policy[-1] = (policy, self.policy[-1][1] + len(tokens))
@@ -66,6 +68,7 @@ class _Branch:
             stop=self.stop,
             temperature=self.params.temperature,
             full_support=self.params.full_support,
+            columns={"turns": np.array(self.turn_of, np.int32)},
         )
 
 
@@ -138,10 +141,10 @@ class Session:
         """Adds `rendered` and what the engine samples after it; returns the latter and sets the branch's stop."""
         if not branch.tokens:
             self._branches.append(branch)
+        branch.turn += 1
         branch.add(rendered)
         branch.stop, start = "error", len(branch.tokens)
-        request = GenerateRequest(branch.key, tuple(branch.tokens), params, self._seed, branch.turns)
-        branch.turns += 1
+        request = GenerateRequest(branch.key, tuple(branch.tokens), params, self._seed, branch.turn)
         stop: Stop | None = None
         async for chunk in self._engine.generate(request):
             branch.add(chunk.tokens, chunk.logprobs, chunk.policy)

@@ -89,7 +89,7 @@ class RolloutSource:
 
     costly: ClassVar[frozenset[str]] = frozenset({"reward_baselines", "reward_components"})
     columns: ClassVar[frozenset[str]] = costly | {
-        *("tokens", "mask", "rollout_logprobs", "temperature", "full_support", "policy", "stop", "rewards")
+        *("tokens", "mask", "rollout_logprobs", "temperature", "full_support", "policy", "stop", "rewards", "turns")
     }
     """Of the rows that it can give."""
 
