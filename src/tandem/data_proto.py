@@ -246,16 +246,19 @@ class DataProto:
 
     def select(self, rows: Sequence[int]) -> DataProto:
         """The rows at these positions, in this order; views where they are consecutive. Raises ColumnError for no such position."""
-        if wrong := [row for row in rows if not 0 <= row < len(self)]:
-            raise ColumnError(f"no row {wrong[0]} in a batch of {len(self)} rows")
+        size = len(self)
+        if wrong := [row for row in rows if not 0 <= row < size]:
+            raise ColumnError(f"no row {wrong[0]} in a batch of {size} rows")
         if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
-            return self if len(rows) == len(self) else self.split([rows[0], len(rows), len(self) - rows[0] - len(rows)])[1]
+            return self if len(rows) == size else self._slice(rows[0], rows[0] + len(rows), self.offsets)
         return self._gather(rows, tuple(self.keys[i] for i in rows))
 
     def by_keys(self, keys: Iterable[Key]) -> DataProto:
         """The rows with these keys, in this order. Raises ColumnError for a key that is not there."""
-        place = {key: i for i, key in enumerate(self.keys)}
         keys = tuple(keys)
+        if keys == self.keys:
+            return self
+        place = {key: i for i, key in enumerate(self.keys)}
         if missing := [key for key in keys if key not in place]:
             raise ColumnError(f"no row with key {missing[0]} in this batch ({len(missing)} of {len(keys)} keys are missing)")
         return self.select([place[key] for key in keys])
@@ -296,22 +299,21 @@ class DataProto:
         """Consecutive parts of these numbers of rows; token columns are views. Raises ColumnError unless they add up."""
         if sum(sizes) != len(self) or any(size < 0 for size in sizes):
             raise ColumnError(f"sizes {list(sizes)} do not add up to {len(self)} rows")
-        bounds = list(accumulate(sizes, initial=0))
         offsets = self.offsets
+        return [self._slice(a, b, offsets) for a, b in pairwise(accumulate(sizes, initial=0))]
 
-        def part(a: int, b: int) -> DataProto:
-            return replace(
-                self,
-                keys=self.keys[a:b],
-                lengths=self.lengths[a:b],
-                batch={
-                    name: tensor[offsets[a] : offsets[b]] if name in self.token_level else tensor[a:b]
-                    for name, tensor in self.batch.items()
-                },
-                non_tensor_batch={name: values[a:b] for name, values in self.non_tensor_batch.items()},
-            )
-
-        return [part(a, b) for a, b in pairwise(bounds)]
+    def _slice(self, a: int, b: int, offsets: Sequence[int]) -> DataProto:
+        """Rows a to b, as views."""
+        return replace(
+            self,
+            keys=self.keys[a:b],
+            lengths=self.lengths[a:b],
+            batch={
+                name: tensor[offsets[a] : offsets[b]] if name in self.token_level else tensor[a:b]
+                for name, tensor in self.batch.items()
+            },
+            non_tensor_batch={name: values[a:b] for name, values in self.non_tensor_batch.items()},
+        )
 
     def chunk(self, num: int) -> list[DataProto]:
         """`num` consecutive parts whose row counts differ by at most one; some are empty where rows run out."""

@@ -54,7 +54,7 @@ def test_a_segment_is_used_again_when_nothing_shows_it_any_more() -> None:
 
 
 def test_a_segment_is_held_by_every_receiver_and_a_lost_one_lets_go() -> None:
-    outbox, inboxes = Outbox(), (Inbox(), Inbox())
+    outbox = Outbox()
     links = [outbox.join(), outbox.join()]
     parcel = outbox.pack(torch.ones(BIG))
     assert parcel.segment is not None
@@ -67,7 +67,6 @@ def test_a_segment_is_held_by_every_receiver_and_a_lost_one_lets_go() -> None:
     outbox.leave(links[1])
     assert outbox.take(4 * BIG) is parcel.segment
     assert outbox.join() == links[0]
-    del inboxes
 
 
 def test_what_is_free_is_given_back_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
