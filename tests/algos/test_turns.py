@@ -36,7 +36,7 @@ def by_hand(rewards: Tensor, rows: Rows, gamma: float, lam: float) -> tuple[list
 @modestly
 @given(rows=batches(), gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.5, 0.0]))
 def test_each_turn_is_one_step_of_the_recursion(rows: Rows, gamma: float, lam: float) -> None:
-    rewards = torch.where(rows["mask"], rows["process_rewards"], torch.nan)
+    rewards = torch.where(rows["mask"], rows["prm_logprobs"], torch.nan)
     values, turns = torch.where(rows["mask"], rows["values"], torch.nan), torch.where(rows["mask"], rows["turns"], -3)
     found = turn_gae(rewards, values, turns, rows["mask"], rows["lengths"], gamma=gamma, lam=lam)
     advantages, returns = by_hand(rewards, rows, gamma, lam)
