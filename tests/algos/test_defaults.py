@@ -1,4 +1,4 @@
-"""Every default of a function and every row of the table, frozen in defaults.txt.
+"""Every default of a function and every row of the table, with the columns that it needs, frozen in defaults.txt.
 
 A recipe that names no value gets these, so a default that changes by accident changes what people train with. To change
 one on purpose, change its line; the paper or framework that it comes from is in the function's docstring or the row.
@@ -11,7 +11,9 @@ import inspect
 from pathlib import Path
 
 import tandem.algos
+from tandem.algos.columns import credit_gives, credit_needs, derived_columns
 from tandem.algos.rows import ROWS
+from tandem.algos.table import ALGORITHMS
 
 FILE = Path(__file__).parent / "defaults.txt"
 
@@ -28,6 +30,13 @@ def lines() -> list[str]:
     for row in ROWS:
         parts = {"advantage": row.advantage, "loss": row.loss, "min_episodes": row.min_episodes, "keep": row.keep, **row.params}
         found += [f"row {row.name}: {key}={value!r}" for key, value in parts.items() if value is not None]
+        complete = ALGORITHMS[row.name]
+        found.append(f"row {row.name}: an update reads {' '.join(sorted(complete.needs))}")
+        if row.advantage is not None:
+            found.append(f"row {row.name}: credit reads {' '.join(sorted(credit_needs(complete)))}")
+            found.append(f"row {row.name}: credit gives {' '.join(sorted(credit_gives(complete)))}")
+        derived = derived_columns(complete)
+        found += [f"row {row.name}: {name} is made from {' '.join(sorted(derived[name]))}" for name in derived]
     return found
 
 
