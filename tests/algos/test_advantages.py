@@ -80,7 +80,7 @@ def test_a_group_of_one() -> None:
 
 def test_wrong_input() -> None:
     for bad in (math.nan, math.inf):
-        with pytest.raises(NonFiniteError, match=f"reward {bad} of episode 1"):
+        with pytest.raises(NonFiniteError, match=f"column 'rewards' is {bad} at row 1"):
             group_baseline(torch.tensor([0.0, bad]), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match="choose one"):
         group_baseline(REWARDS, GROUPS, scale="batch", leave_one_out=True)
@@ -96,7 +96,7 @@ def test_of_equal_bests_none_learns() -> None:
 
 def test_spread_gives_each_counted_token_its_rows_value() -> None:
     mask = torch.tensor([False, True, True, True, False])
-    assert spread(torch.tensor([2.0, torch.nan, -1.0]), mask, torch.tensor([3, 0, 2])).tolist() == [0, 2, 2, -1, 0]
+    assert spread(torch.tensor([2.0, 7.0, -1.0]), mask, torch.tensor([3, 0, 2])).tolist() == [0, 2, 2, -1, 0]
 
 
 GROUP = torch.tensor([4, 4, 4, 9])  # three companions and one alone

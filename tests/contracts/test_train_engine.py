@@ -285,7 +285,7 @@ def test_pairs_learn_and_no_group_is_cut(make: Make) -> None:
 
 def test_an_evaluation_that_is_not_finite_says_so(make: Make) -> None:
     engine = make()
-    with pytest.raises(NonFiniteError, match=r"'policy' is nan.*nothing is trained on"):
+    with pytest.raises(NonFiniteError, match=r"'advantages' is nan.*nothing is trained on"):
         engine.evaluate(poisoned(), GRPO)
     engine.forward_backward(rows(), GRPO)
     assert engine.step()["train/refused_steps"].value == 0
@@ -348,7 +348,7 @@ def test_too_many_refused_steps_in_a_row_stop_the_run(make: Make) -> None:
     engine.forward_backward(poisoned(), GRPO)
     engine.step()
     engine.forward_backward(poisoned(), GRPO)
-    with pytest.raises(NonFiniteError, match=r"'policy' is nan.*2 steps in a row"):
+    with pytest.raises(NonFiniteError, match=r"'advantages' is nan.*2 steps in a row"):
         engine.step()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tandem.algos import advantages, corrections, policy_losses, preferences, returns, selection, sequence_losses, shaping, values
 from tandem.algos.aggregation import aggregate, loss_weights, mean_over
+from tandem.algos.checks import keep
 from tandem.algos.composition import loss_sum
 from tandem.algos.distillation import generalized_jsd, topk_kl
 from tandem.algos.extra_terms import distillation_term, kl_term, positive_nll, reverse_kl_policy_gradient, squared_log_ratio
@@ -23,7 +24,7 @@ from tandem.algos.kl import adapted_kl_coef, kl_divergence
 from tandem.algos.ratios import log_ratio
 from tandem.algos.segments import row_counts, row_sum
 from tandem.algos.supervised import negative_log_likelihood
-from tandem.algos.terms import LossFunction, LossInputs, TokenLoss, keep
+from tandem.algos.terms import LossFunction, LossInputs, TokenLoss
 from tandem.trainer.workers import mismatch
 
 Case = dict[str, Any]
@@ -438,8 +439,8 @@ def _vapo(table: Table, params: Params) -> Outputs:
 def _sppo(table: Table, params: Params) -> Outputs:
     centred = table.spread(table["centered_rewards"])
     outputs = _loss(table, params, sequence_losses.squared_preference, given(params, eta="eta"), advantages=centred)
-    inputs = LossInputs(table["new_logprobs"], table.mask, table.lengths, table.columns())
-    outputs["log_ratios"] = row_sum(log_ratio(inputs, None), table.mask, table.lengths).tolist()
+    difference = log_ratio(table["new_logprobs"], table["old_logprobs"], None)
+    outputs["log_ratios"] = row_sum(difference, table.mask, table.lengths).tolist()
     return outputs
 
 

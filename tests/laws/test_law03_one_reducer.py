@@ -225,7 +225,7 @@ def _every_row_counts(mask: Tensor, lengths: Tensor, **params: object) -> Tensor
     return weights * used.sum() / len(lengths)
 
 
-def _multiply_by_the_mask(values: Tensor, mask: Tensor) -> Tensor:
+def _multiply_by_the_mask(values: Tensor, mask: Tensor, num_counted: int | None = None) -> Tensor:
     return values * mask
 
 

@@ -18,7 +18,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tandem.algos import extra_terms, functions, kl, policy_losses, ratios, segments, selection, terms
+from tandem.algos import extra_terms, functions, kl, policy_losses, ratios, segments, selection
 from tandem.algos.columns import as_mapping, step_columns
 from tandem.algos.terms import LossInputs, TokenLoss
 from tandem.errors import EmptyBatchError
@@ -235,15 +235,11 @@ def _every_token_counts(mask: Tensor, lengths: Tensor) -> Tensor:
     return lengths
 
 
-def _next_of_any_kind(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    return _NEXT_IN_ROW(terms.keep(values, mask), torch.ones_like(mask), lengths)
+def _of_any_kind(counted: segments.CountedTokens, mask: Tensor, lengths: Tensor) -> None:
+    _COUNTED(counted, torch.ones_like(mask), lengths)
 
 
-def _the_last_of_any_kind(mask: Tensor, lengths: Tensor) -> Tensor:
-    return mask & _LAST_COUNTED(torch.ones_like(mask), lengths)
-
-
-def _multiplies(values: Tensor, mask: Tensor) -> Tensor:
+def _multiplies(values: Tensor, mask: Tensor, num_counted: int | None = None) -> Tensor:
     return values * mask
 
 
@@ -251,8 +247,8 @@ def _in_half_precision(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     return _ROW_MEAN(values.bfloat16() if values.dtype == torch.float32 else values, mask, lengths)
 
 
-def _nearly(inputs: LossInputs, clamp: float | None) -> Tensor:
-    return _LOG_RATIO(inputs, clamp) + 1e-6
+def _nearly(logprobs: Tensor, old_logprobs: Tensor, clamp: float | None) -> Tensor:
+    return _LOG_RATIO(logprobs, old_logprobs, clamp) + 1e-6
 
 
 def _never_below(logprobs: Tensor, ref: Tensor, **how: Any) -> Tensor:
@@ -261,7 +257,7 @@ def _never_below(logprobs: Tensor, ref: Tensor, **how: Any) -> Tensor:
 
 _KL_COV, _PPO_CLIP, _POSITIVE_NLL = policy_losses.kl_cov, policy_losses.ppo_clip, extra_terms.positive_nll
 _RANDOM_COVARIANT, _KL_DIVERGENCE, _LOG_RATIO = selection.random_covariant, kl.kl_divergence, ratios.log_ratio
-_NEXT_IN_ROW, _LAST_COUNTED, _ROW_MEAN = segments.next_in_row, segments.last_counted, segments.row_mean
+_COUNTED, _ROW_MEAN = segments.CountedTokens.__init__, segments.row_mean
 
 
 def _breaker(law: int, name: str, target: str, replacement: Any, subject: str, check_of: Law) -> Breaker:
@@ -302,11 +298,11 @@ BREAKERS = [
         "grpo with normalised seq_tis",
         idle_rows,
     ),
-    _breaker(3, "rows without a counted token are companions", "returns:row_counts", _every_token_counts, "prime", idle_rows),
+    _breaker(3, "rows without a counted token are companions", "segments:row_counts", _every_token_counts, "prime", idle_rows),
     _breaker(
         3,
         "masks multiply instead of selecting",
-        "corrections:keep",
+        "checks:keep",
         _multiplies,
         "grpo with normalised token_tis",
         garbage_under_the_mask,
@@ -314,12 +310,12 @@ BREAKERS = [
     _breaker(3, "a row's mean in half precision", "sequence_losses:row_mean", _in_half_precision, "gmpo", float32),
     _breaker(5, "the ratio is nearly 1", "policy_losses:log_ratio", _nearly, "grpo", on_policy),
     _breaker(5, "the KL has a floor", "extra_terms:kl_divergence", _never_below, "grpo", on_policy),
-    _breaker(6, "the critic looks at observations", "returns:next_in_row", _next_of_any_kind, "ppo", observations),
+    _breaker(6, "the critic looks at observations", "segments:CountedTokens.__init__", _of_any_kind, "ppo", observations),
     Breaker(
         6,
         "the reward sits on the last token, which may be masked",
-        "tandem.algos.returns:last_counted",
-        _the_last_of_any_kind,
+        "tandem.algos.segments:CountedTokens.__init__",
+        _of_any_kind,
         check_the_reward_credited_is_the_reward_given,
     ),
 ]

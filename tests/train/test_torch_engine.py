@@ -29,6 +29,11 @@ def steep_loss(inputs: LossInputs) -> TokenLoss:
     return TokenLoss({"steep": (inputs.policy_logprobs - inputs.policy_logprobs.detach()).sqrt()}, Metrics())
 
 
+def hollow_loss(inputs: LossInputs) -> TokenLoss:
+    """NaN wherever a token counts."""
+    return TokenLoss({"hollow": inputs.policy_logprobs.sqrt()}, Metrics())
+
+
 def two_terms(inputs: LossInputs) -> TokenLoss:
     return TokenLoss({"one": inputs.policy_logprobs, "half": 0.5 * inputs.policy_logprobs}, Metrics())
 
@@ -99,13 +104,21 @@ def test_a_gradient_that_is_not_finite_is_refused_and_named() -> None:
 
 def test_a_loss_that_is_not_finite_names_its_term_and_row() -> None:
     engine = TorchEngine(tiny_decoder(), TrainConfig(max_nonfinite=0))
+    metrics, _ = engine.forward_backward(make_rows([4, 3, 5]), LossRef("tests.train.test_torch_engine:hollow_loss"))
+    assert metrics["train/loss"].value == 0
+    with pytest.raises(NonFiniteError, match=r"loss term 'hollow' is nan in row train:\d\.0\.0"):
+        engine.step()
+
+
+def test_a_column_that_is_not_finite_is_named_with_its_row() -> None:
+    engine = TorchEngine(tiny_decoder(), TrainConfig(max_nonfinite=0))
     batch = make_rows([4, 3, 5])
     at = int(batch["mask"].nonzero()[-1])
     old = batch["old_logprobs"].clone()
     old[at] = torch.nan
     metrics, _ = engine.forward_backward(batch.with_columns(token={"old_logprobs": old}), GRPO)
     assert "train/ratio" not in metrics
-    with pytest.raises(NonFiniteError, match=r"loss term 'policy' is nan in row train:2\.0\.0"):
+    with pytest.raises(NonFiniteError, match=r"column 'old_logprobs' is nan at token 4 of row train:2\.0\.0"):
         engine.step()
 
 

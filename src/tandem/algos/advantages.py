@@ -15,11 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tandem.algos.checks import checked, keep, num_counted
 from tandem.algos.segments import Groups, on_tokens
-from tandem.algos.terms import keep
-from tandem.errors import NonFiniteError
 
 
+@checked
 def group_baseline(
     rewards_B: Tensor,
     groups_B: Tensor,
@@ -55,7 +55,7 @@ def group_baseline(
         raise ValueError("leave_one_out describes the group's statistics and scale=batch does not use its deviation; choose one")
     if not std_eps >= 0:
         raise ValueError(f"std_eps must not be negative, got {std_eps}")
-    rewards = _finite(rewards_B)
+    rewards = rewards_B.double()
     groups = Groups(groups_B)
     shifted = rewards - groups.lowest(rewards)
     size = groups.size
@@ -82,53 +82,61 @@ def group_baseline(
         case "batch":
             squares_of_all = (_centred(rewards) ** 2).sum()
             advantages = _divided(centred, (squares_of_all / max(len(rewards) - ddof, 1)).sqrt() + std_eps)
-    return torch.where(groups.size == 1, rewards if singleton == "reward" else 0.0, advantages).float()
+    if singleton == "reward":
+        advantages = torch.where(groups.size == 1, rewards, advantages)  # it is 0 without, since its own mean is its reward
+    return advantages.float()
 
 
+@checked
 def batch_baseline(rewards_B: Tensor) -> Tensor:
     """A_i = R_i - mean over the whole batch: no group, no deviation (FlashREINFORCE, Hu et al.): float32 [B]."""
-    return _centred(_finite(rewards_B)).float()
+    return _centred(rewards_B.double()).float()
 
 
+@checked
 def no_baseline(rewards_B: Tensor) -> Tensor:
     """A_i = R_i (REINFORCE, Williams 1992): float32 [B]."""
-    return _finite(rewards_B).float()
+    return rewards_B.double().float()
 
 
+@checked
 def length_weighted_baseline(rewards_B: Tensor, groups_B: Tensor, token_counts_B: Tensor) -> Tensor:
     """A_i = R_i - sum_g n_j R_j / sum_g n_j, the baseline of least variance under its assumptions (OPO, arXiv 2505.23585).
 
     token_counts_B: n_i, sampled tokens of each episode. Returns float32 [B]; a group without a token or of one has 0.
     """
-    rewards, groups, counts = _finite(rewards_B), Groups(groups_B), token_counts_B.double()
+    rewards, groups, counts = rewards_B.double(), Groups(groups_B), token_counts_B.double()
     shifted = rewards - groups.lowest(rewards)
     baseline = groups.sum(counts * shifted) / groups.sum(counts).clamp(min=1)
     return torch.where(groups.size == 1, 0.0, shifted - baseline).float()
 
 
+@checked
 def nonzero_scaled_baseline(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
     """A_i = B / #(R != 0) (R_i - mean_g), with B the batch's episodes (GPG, arXiv 2504.02546): float32 [B].
 
     Without a reward other than 0 there is nothing to scale and every advantage is 0.
     """
-    rewards, groups = _finite(rewards_B), Groups(groups_B)
+    rewards, groups = rewards_B.double(), Groups(groups_B)
     shifted = rewards - groups.lowest(rewards)
     scale = len(rewards) / (rewards != 0).sum().clamp(min=1)
     return torch.where(groups.size == 1, 0.0, scale * (shifted - groups.mean(shifted))).float()
 
 
+@checked
 def mean_normalized(rewards_B: Tensor, groups_B: Tensor, *, mean_eps: float = 1e-6) -> Tensor:
     """A_i = (R_i - mean_g) / (mean_g + mean_eps), for rewards that are not negative (MaxRL, arXiv 2602.02710): float32 [B].
 
     A group whose mean is not positive has never succeeded and gets 0; so does a group of one.
     """
-    rewards, groups = _finite(rewards_B), Groups(groups_B)
+    rewards, groups = rewards_B.double(), Groups(groups_B)
     shifted = rewards - groups.lowest(rewards)
     mean = groups.mean(rewards)
     learns = (groups.size > 1) & (mean > 0)
     return torch.where(learns, _divided(shifted - groups.mean(shifted), mean + mean_eps), 0.0).float()
 
 
+@checked
 def best_of_group(
     rewards_B: Tensor, groups_B: Tensor, *, scale: Literal["group", "none"] = "group", std_eps: float = 1e-6
 ) -> Tensor:
@@ -136,7 +144,7 @@ def best_of_group(
 
     std_g has ddof 1 and does not divide with scale "none". With equal bests, the first of them has R_max - R_second = 0.
     """
-    rewards, groups = _finite(rewards_B), Groups(groups_B)
+    rewards, groups = rewards_B.double(), Groups(groups_B)
     shifted = rewards - groups.lowest(rewards)
     is_best = shifted == groups.highest(shifted)
     second = groups.highest(torch.where(is_best, 0.0, shifted))
@@ -147,6 +155,7 @@ def best_of_group(
     return torch.where(groups.size == 1, 0.0, gap).float()
 
 
+@checked
 def decoupled_normalization(
     reward_components_BK: Tensor,
     groups_B: Tensor,
@@ -170,21 +179,14 @@ def decoupled_normalization(
     return total.float()
 
 
+@checked
 def soft_mean_centred(rewards_B: Tensor, *, soft_mean_beta: float = 1.0) -> Tensor:
     """c_i = R_i - (1 / beta) log mean exp(beta R) over the batch (online SPPO, arXiv 2405.00675): float32 [B]."""
-    rewards = _finite(rewards_B)
+    rewards = rewards_B.double()
     if not soft_mean_beta > 0:
         raise ValueError(f"soft_mean_beta must be positive, got {soft_mean_beta}")
     scaled = soft_mean_beta * rewards
     return (rewards - (torch.logsumexp(scaled, 0) - math.log(max(len(rewards), 1))) / soft_mean_beta).float()
-
-
-def _finite(rewards_B: Tensor) -> Tensor:
-    """In float64. Raises NonFiniteError for the first that is NaN or infinite."""
-    rewards = rewards_B.double()
-    if len(bad := torch.nonzero(~torch.isfinite(rewards))):
-        raise NonFiniteError(f"reward {float(rewards[bad[0]])} of episode {int(bad[0])} in the batch is not finite")
-    return rewards
 
 
 def _centred(values: Tensor) -> Tensor:
@@ -194,10 +196,11 @@ def _centred(values: Tensor) -> Tensor:
 
 
 def _divided(centred: Tensor, divisor: Tensor) -> Tensor:
-    """0 stays 0 over any divisor, 0 included."""
-    return torch.where(centred == 0, 0.0, centred / divisor)
+    """0 stays 0 over a divisor of 0, which is that of equal values."""
+    return centred / (divisor + (divisor == 0))
 
 
+@checked
 def spread(values_B: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     """One value a row on each of its counted tokens, 0 elsewhere: [N] float32 or better."""
-    return keep(on_tokens(values_B, lengths_B), mask_N)
+    return keep(on_tokens(values_B, lengths_B), mask_N, num_counted(mask_N))

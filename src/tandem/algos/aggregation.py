@@ -9,18 +9,20 @@ Legend: B rows, N packed tokens; n_i counted tokens of row i, S rows with n_i > 
 
 from __future__ import annotations
 
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from tandem.algos.terms import keep
+from tandem.algos.checks import checked, keep, num_counted
+from tandem.algos.segments import on_tokens, row_counts
 from tandem.errors import EmptyBatchError
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
+@checked
 def loss_weights(
     mask_N: Tensor,
     lengths_B: Tensor,
@@ -59,8 +61,7 @@ def loss_weights(
     if length_constant is not None and not length_constant > 0:
         raise ValueError(f"length_constant must be positive, got {length_constant}")
 
-    row_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=mask_N.device), lengths_B.to(mask_N.device))
-    counted_B = torch.zeros(len(lengths_B), dtype=torch.float64, device=mask_N.device).index_add_(0, row_N, mask_N.double())
+    counted_B = row_counts(mask_N, lengths_B).double()
     repeats_B = torch.ones_like(counted_B) if repeats_B is None else repeats_B.double()
     num_tokens, num_rows = (repeats_B * counted_B).sum(), (repeats_B * (counted_B > 0)).sum()
     if num_tokens == 0 and counted_B.any():
@@ -80,12 +81,27 @@ def loss_weights(
             weight_B = 1 / (num_rows * cast("float", length_constant)).expand_as(counted_B)
         case "token-sum":
             weight_B = torch.ones_like(counted_B)
-    return keep((ranks * repeats_B * weight_B)[row_N].float(), mask_N)
+    return keep(on_tokens((ranks * repeats_B * weight_B).float(), lengths_B), mask_N)
 
 
 def aggregate(loss_N: Tensor, weights_N: Tensor, mask_N: Tensor) -> Tensor:
     """sum_t weights_t loss_t over counted tokens, a scalar; parts of a step add up to the whole of it."""
-    return (keep(loss_N, mask_N) * keep(weights_N, mask_N)).sum()
+    return cast("Tensor", _WeightedSum.apply(loss_N, weights_N, mask_N))
+
+
+class _WeightedSum(torch.autograd.Function):
+    """What is masked is selected away once, from the weights, which are the gradient too; NaN in a masked loss once more."""
+
+    @staticmethod
+    def forward(ctx: Any, loss_N: Tensor, weights_N: Tensor, mask_N: Tensor) -> Tensor:
+        num = num_counted(mask_N)
+        kept_N = keep(weights_N, mask_N, num)
+        ctx.save_for_backward(kept_N)
+        return keep(loss_N * kept_N, mask_N, num).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.saved_tensors[0], None, None
 
 
 def mean_over(chosen_N: Tensor, weights_N: Tensor, *, repeats_N: Tensor | None = None, ranks: int = 1) -> Tensor:

@@ -28,6 +28,7 @@ from tandem.algos.returns import Credit
 from tandem.algos.segments import on_tokens
 from tandem.algos.shaping import Resampling, resample_counts
 from tandem.algos.terms import scope_of
+from tandem.errors import ColumnError
 from tandem.types import Algorithm, Json, LossRef, Metrics, Unit
 
 AGGREGATION = ("aggregation", "length_constant")
@@ -183,10 +184,12 @@ def resampling(algorithm: Algorithm, rewards_B: Tensor, uniforms_B: Tensor) -> T
 
 
 def bound(function: Callable[..., Any], columns: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """Its positional arguments: `values_N` is columns["values"]; one with a default may be missing."""
+    """Its positional arguments: `values_N` is columns["values"]; one with a default may be missing, any other is a ColumnError."""
     parameters = inspect.signature(function).parameters
-    optional = {name for name in inputs_of(function) if parameters[name].default is not inspect.Parameter.empty}
-    return [columns.get(_column(name)) if name in optional else columns[_column(name)] for name in inputs_of(function)]
+    needed = [_column(name) for name in inputs_of(function) if parameters[name].default is inspect.Parameter.empty]
+    if missing := [name for name in needed if name not in columns]:
+        raise ColumnError(f"{function.__name__} reads column {missing[0]!r} and the batch has {sorted(columns)}")
+    return [columns.get(_column(name)) for name in inputs_of(function)]
 
 
 def _column(parameter: str) -> str:

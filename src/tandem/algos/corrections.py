@@ -17,9 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tandem.algos.ratios import check
+from tandem.algos.checks import checked, keep
+from tandem.algos.ratios import check, log_ratio
 from tandem.algos.segments import on_tokens, row_counts, row_max, row_mean, row_sum
-from tandem.algos.terms import keep, masked_mean, whole_rows
+from tandem.algos.terms import masked_mean, whole_rows
 from tandem.types import Metric, Metrics
 
 Weighs = Literal["not", "ratio", "own"]
@@ -53,6 +54,7 @@ class Correction:
 # -------------------------------------------------------------------------------------------------- weights
 
 
+@checked
 def token_tis(
     old_logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
@@ -68,13 +70,14 @@ def token_tis(
     normalize: divide by the mean weight of the batch.
     """
     _check_bounds(low, high)
-    weights = keep(_log_ratio(old_logprobs_N, rollout_logprobs_N, mask_N, log_ratio_clamp).exp().clamp(low, high), mask_N)
+    weights = keep(log_ratio(old_logprobs_N, rollout_logprobs_N, log_ratio_clamp).exp().clamp(low, high), mask_N)
     if normalize:
         weights = weights / (weights.sum() / mask_N.sum().clamp(min=1))
     return Correction(mask_N, weights, "own")
 
 
 @whole_rows
+@checked
 def seq_tis(
     old_logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
@@ -87,7 +90,7 @@ def seq_tis(
 ) -> Correction:
     """Weights w_i = clip(exp(sum_t l), low, high): one weight a row. normalize: divide by the mean over rows."""
     _check_bounds(low, high)
-    ratio_B = row_sum(_log_ratio(old_logprobs_N, rollout_logprobs_N, mask_N, None), mask_N, lengths_B)
+    ratio_B = row_sum(log_ratio(old_logprobs_N, rollout_logprobs_N, None), mask_N, lengths_B)
     weights_B = ratio_B.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp().clamp(low, high)
     if normalize:
         weights_B = weights_B / weights_B[row_counts(mask_N, lengths_B) > 0].mean()
@@ -97,6 +100,7 @@ def seq_tis(
 # ----------------------------------------------------------------------------------------------- token gates
 
 
+@checked
 def icepop(
     old_logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
@@ -108,10 +112,11 @@ def icepop(
 ) -> Correction:
     """Keep low <= rho <= high, weigh by rho: what is outside is dropped and not truncated (IcePop; Ring-1T, arXiv 2510.18855)."""
     _check_bounds(low, high)
-    ratio = _log_ratio(old_logprobs_N, rollout_logprobs_N, mask_N, log_ratio_clamp).exp()
+    ratio = log_ratio(old_logprobs_N, rollout_logprobs_N, log_ratio_clamp).exp()
     return _of_tokens(mask_N, (ratio >= low) & (ratio <= high), ratio, "ratio")
 
 
+@checked
 def kpop(
     old_logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
@@ -123,12 +128,13 @@ def kpop(
 ) -> Correction:
     """Keep KL_B(p, q) <= high and KL_B(q, p) <= high, weigh by rho (KPop, ringtech.notion.site/kpop)."""
     _check_divergence(high)
-    old, rollout = keep(old_logprobs_N, mask_N), keep(rollout_logprobs_N, mask_N)
-    forward, backward = binary_kl(old, rollout, probability_floor), binary_kl(rollout, old, probability_floor)
-    ratio = _log_ratio(old_logprobs_N, rollout_logprobs_N, mask_N, log_ratio_clamp).exp()
+    forward = binary_kl(old_logprobs_N, rollout_logprobs_N, probability_floor)
+    backward = binary_kl(rollout_logprobs_N, old_logprobs_N, probability_floor)
+    ratio = log_ratio(old_logprobs_N, rollout_logprobs_N, log_ratio_clamp).exp()
     return _of_tokens(mask_N, (forward <= high) & (backward <= high), ratio, "ratio")
 
 
+@checked
 def token_trust_region(
     old_logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
@@ -140,18 +146,19 @@ def token_trust_region(
 ) -> Correction:
     """Keep D(q, p) <= high, weigh by rho; D is the two-outcome KL from the sampler's side, or |q - p| (OpenRLHF)."""
     _check_divergence(high)
-    found = _divergence(divergence, old_logprobs_N, rollout_logprobs_N, mask_N)
-    ratio = _log_ratio(old_logprobs_N, rollout_logprobs_N, mask_N, log_ratio_clamp).exp()
+    found = _divergence(divergence, old_logprobs_N, rollout_logprobs_N)
+    ratio = log_ratio(old_logprobs_N, rollout_logprobs_N, log_ratio_clamp).exp()
     return _of_tokens(mask_N, found <= high, ratio, "ratio")
 
 
+@checked
 def m2po(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, mask_N: Tensor, *, m2_threshold: float = 0.04) -> Correction:
     """Drop tokens of the largest l^2, as few as it takes for the mean of the rest to be < m2_threshold (M2PO, arXiv 2510.01161).
 
     Over the whole batch. The last token is never dropped. Tokens of equal l^2 drop in the order of the batch.
     """
     check(m2_threshold > 0, f"m2_threshold must be positive, got {m2_threshold}")
-    squared_M = _log_ratio(old_logprobs_N, rollout_logprobs_N, mask_N, None)[mask_N].double() ** 2
+    squared_M = log_ratio(old_logprobs_N, rollout_logprobs_N, None)[mask_N].double() ** 2
     descending = torch.sort(squared_M, descending=True, stable=True)
     left_M = torch.arange(len(squared_M), 0, -1, device=squared_M.device)
     mean_of_rest_M = descending.values.flip(0).cumsum(0).flip(0) / left_M
@@ -164,6 +171,7 @@ def m2po(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, mask_N: Tensor, *, 
 
 
 @whole_rows
+@checked
 def sequence_mask(
     old_logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
@@ -182,7 +190,7 @@ def sequence_mask(
     """
     _check_bounds(low, high)
     check(not (ratio == "outlier" and weight == "row"), "weight=row needs a ratio of the row, which ratio=outlier has not")
-    plain = _log_ratio(old_logprobs_N, rollout_logprobs_N, mask_N, None)
+    plain = log_ratio(old_logprobs_N, rollout_logprobs_N, None)
     token = (plain if log_ratio_clamp is None else plain.clamp(-log_ratio_clamp, log_ratio_clamp)).exp()
     if ratio == "outlier":
         outside = (token > high) | (token < (low or 0.0))
@@ -197,6 +205,7 @@ def sequence_mask(
 
 
 @whole_rows
+@checked
 def seq_mask_tis(
     old_logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
@@ -214,6 +223,7 @@ def seq_mask_tis(
 
 
 @whole_rows
+@checked
 def sequence_trust_region(
     old_logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
@@ -226,12 +236,13 @@ def sequence_trust_region(
 ) -> Correction:
     """Keep rows with mean_t D(q, p) <= high, weigh kept tokens by rho (FlashREINFORCE, Hu et al.; OpenRLHF)."""
     _check_divergence(high)
-    found_B = row_mean(_divergence(divergence, old_logprobs_N, rollout_logprobs_N, mask_N), mask_N, lengths_B)
-    ratio = _log_ratio(old_logprobs_N, rollout_logprobs_N, mask_N, log_ratio_clamp).exp()
+    found_B = row_mean(_divergence(divergence, old_logprobs_N, rollout_logprobs_N), mask_N, lengths_B)
+    ratio = log_ratio(old_logprobs_N, rollout_logprobs_N, log_ratio_clamp).exp()
     return _of_rows(mask_N, lengths_B, found_B <= high, ratio, True)
 
 
 @whole_rows
+@checked
 def off_policy_sequence_mask(
     old_logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
@@ -242,8 +253,8 @@ def off_policy_sequence_mask(
     delta: float = 1e-4,
 ) -> Correction:
     """Drop tokens with A < 0 in rows with mean_t(b - o) > delta: failures the policy has moved away from (OPSM, DeepSeek-V3.2)."""
-    away_B = row_mean(-_log_ratio(old_logprobs_N, rollout_logprobs_N, mask_N, None), mask_N, lengths_B)
-    dropped = on_tokens(away_B > delta, lengths_B) & (keep(advantages_N, mask_N) < 0)
+    away_B = row_mean(-log_ratio(old_logprobs_N, rollout_logprobs_N, None), mask_N, lengths_B)
+    dropped = on_tokens(away_B > delta, lengths_B) & (advantages_N < 0)
     dropped_B = row_max(dropped.float(), mask_N, lengths_B) > 0
     gated = _of_rows(mask_N, lengths_B, ~dropped_B, None, False)
     return Correction(mask_N & ~dropped, gated.weights, "not", "row", gated.metrics)
@@ -252,6 +263,7 @@ def off_policy_sequence_mask(
 # ---------------------------------------------------------------------------------------- rejection sampling
 
 
+@checked
 def rejection_sampling(
     old_logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
@@ -277,17 +289,17 @@ def rejection_sampling(
     gates: Gates = "token" if any(test.strip().startswith("token") for test in tests) else "row"
     touched_B = (row_counts(mask_N, lengths_B) > row_counts(kept, lengths_B))[row_counts(mask_N, lengths_B) > 0]
     metrics = {
-        "correction_filtered": masked_mean((~kept).float(), mask_N),
+        "correction_filtered": masked_mean(~kept, mask_N),
         "correction_filtered_rows": Metric(float(touched_B.sum()), float(len(touched_B))),
     }
-    return Correction(kept, keep(torch.ones_like(_float(old_logprobs_N)), mask_N), "not", gates, metrics)
+    return Correction(kept, keep(torch.ones_like(old_logprobs_N), mask_N), "not", gates, metrics)
 
 
 def _passes(test: str, bound: str, old_N: Tensor, rollout_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     scope, _, estimator = test.rpartition("_")
     check(scope in ("token", "seq_sum", "seq_mean", "seq_max") and estimator in ("k1", "k2", "k3"), f"unknown test {test!r}")
     check(test != "seq_max_k1", "seq_max_k1 has no meaning: k1 has both signs")
-    difference = _log_ratio(old_N, rollout_N, mask_N, LOG_RATIO_CLAMP)
+    difference = log_ratio(old_N, rollout_N, LOG_RATIO_CLAMP)
     value = {"k1": -difference, "k2": difference**2 / 2, "k3": difference.exp() - 1 - difference}[estimator]
     if scope != "token":
         reduce = {"seq_sum": row_sum, "seq_mean": row_mean, "seq_max": row_max}[scope]
@@ -333,23 +345,13 @@ def binary_kl(logprobs_N: Tensor, other_logprobs_N: Tensor, probability_floor: f
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
-def _divergence(name: Literal["binary_kl", "tv"], old_N: Tensor, rollout_N: Tensor, mask_N: Tensor) -> Tensor:
-    old, rollout = keep(old_N, mask_N), keep(rollout_N, mask_N)
-    return binary_kl(rollout, old) if name == "binary_kl" else (rollout.double().exp() - old.double().exp()).abs()
-
-
-def _log_ratio(old_N: Tensor, rollout_N: Tensor, mask_N: Tensor, clamp: float | None) -> Tensor:
-    difference = keep(_float(old_N) - _float(rollout_N), mask_N)
-    return difference if clamp is None else difference.clamp(-clamp, clamp)
-
-
-def _float(values_N: Tensor) -> Tensor:
-    return values_N.to(torch.promote_types(values_N.dtype, torch.float32))
+def _divergence(name: Literal["binary_kl", "tv"], old_N: Tensor, rollout_N: Tensor) -> Tensor:
+    return binary_kl(rollout_N, old_N) if name == "binary_kl" else (rollout_N.double().exp() - old_N.double().exp()).abs()
 
 
 def _of_tokens(mask_N: Tensor, inside_N: Tensor, ratio_N: Tensor | None, weighs: Weighs) -> Correction:
     weights = torch.ones_like(mask_N, dtype=torch.float32) if ratio_N is None else ratio_N
-    metrics = {"correction_filtered": masked_mean((~inside_N).float(), mask_N)}
+    metrics = {"correction_filtered": masked_mean(~inside_N, mask_N)}
     return Correction(mask_N & inside_N, keep(weights, mask_N), weighs, "token", metrics)
 
 

@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.algos.checks import checked, keep
 from tandem.algos.ratios import check
-from tandem.algos.terms import LossInputs, TokenLoss, keep, masked_mean
+from tandem.algos.terms import LossInputs, TokenLoss, masked_mean
 from tandem.types import Metrics
 
 Direction = Literal["forward", "reverse", "mixed"]
@@ -29,6 +30,7 @@ class TopKLoss(NamedTuple):
     student_mass: Tensor
 
 
+@checked
 def topk_kl(
     logits_NV: Tensor,
     teacher_logprobs_NK: Tensor,
@@ -69,6 +71,7 @@ def topk_kl_at(
     return TopKLoss(loss.clamp(min=0) if floor else loss, logprobs_NK.detach().exp().sum(-1))
 
 
+@checked
 def generalized_jsd(logits_NV: Tensor, teacher_logits_NV: Tensor, *, jsd_beta: float = 0.5, jsd_temperature: float = 1.0) -> Tensor:
     """JSD = beta KL(T, M) + (1 - beta) KL(S, M), M = beta T + (1 - beta) S, beta = jsd_beta: [N] (GKD, arXiv 2306.13649).
 

@@ -8,12 +8,12 @@ Legend: N packed tokens; x logprobs, o old_logprobs, b the sampler's.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from tandem.algos.checks import keep
 from tandem.algos.kl import KLEstimator, KLGradient, check_kl_in_loss, check_kl_target, kl_divergence
 from tandem.algos.ratios import check, log_ratio
-from tandem.algos.terms import LossInputs, TokenLoss, keep, masked_mean
+from tandem.algos.terms import LossInputs, TokenLoss, masked_mean
 from tandem.types import Metric, Metrics
 
 
@@ -63,14 +63,14 @@ def _estimate(
     old = inputs.token("old_logprobs") if gradient in ("unbiased", "weighted") else None
     kl = kl_divergence(inputs.policy_logprobs, inputs.token(column), estimator=estimator, gradient=gradient, old_logprobs_N=old)
     metric = {"kl": "kl_ref"}.get(name, f"kl_{name}")
-    return TokenLoss({name: coef * keep(kl, inputs.mask)}, Metrics({metric: masked_mean(kl, inputs.mask)}))
+    return TokenLoss({name: coef * kl}, Metrics({metric: inputs.mean(kl)}))
 
 
 def squared_log_ratio(inputs: LossInputs, *, kl_tau: float = 1e-3) -> TokenLoss:
     """Adds kl_tau (x - o)^2 on every counted token, term "log_ratio" (prime-rl, with o the sampler's logprobs)."""
     check(kl_tau >= 0, f"kl_tau must not be negative, got {kl_tau}")
-    squared = log_ratio(inputs, None) ** 2
-    return TokenLoss({"log_ratio": kl_tau * squared}, Metrics({"squared_log_ratio": masked_mean(squared, inputs.mask)}))
+    squared = log_ratio(inputs.policy_logprobs, inputs.token("old_logprobs"), None) ** 2
+    return TokenLoss({"log_ratio": kl_tau * squared}, Metrics({"squared_log_ratio": inputs.mean(squared)}))
 
 
 def positive_nll(inputs: LossInputs, *, positive_nll_weight: float = 0.1) -> TokenLoss:
@@ -95,8 +95,8 @@ def reverse_kl_policy_gradient(
     """
     check(trust_region_low >= 0, f"trust_region_low must not be negative, got {trust_region_low}")
     x = inputs.policy_logprobs
-    near = (x.exp() - inputs.token("old_logprobs").exp()).detach() >= -trust_region_low
-    credit = (inputs.token("teacher_logprobs") - x).detach()
-    loss = torch.where(near, -credit * log_ratio(inputs, log_ratio_clamp).exp(), 0.0)
-    metrics = {"kl_distillation": masked_mean(-credit, inputs.mask)}
-    return TokenLoss({"distillation": keep(loss, inputs.mask)}, Metrics(metrics))
+    o = inputs.token("old_logprobs")
+    near = x.detach().exp() - o.exp() >= -trust_region_low
+    credit = inputs.token("teacher_logprobs") - x.detach()
+    loss = -credit * keep(log_ratio(x, o, log_ratio_clamp).exp(), near)
+    return TokenLoss({"distillation": loss}, Metrics({"kl_distillation": inputs.mean(-credit)}))

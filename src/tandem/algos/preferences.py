@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
+from tandem.algos.checks import checked, keep
 from tandem.algos.ratios import check
 from tandem.algos.segments import Groups, on_tokens, row_counts, row_sum
-from tandem.algos.terms import LossInputs, TokenLoss, keep, masked_mean, whole_groups, whole_rows
+from tandem.algos.terms import LossInputs, TokenLoss, masked_mean, whole_groups, whole_rows
 from tandem.errors import ColumnError
 from tandem.types import Metric, Metrics
 
@@ -36,6 +37,7 @@ class PairLoss(NamedTuple):
         return (self.rewards[:, 0] > self.rewards[:, 1]).double().mean()
 
 
+@checked
 def preference_loss(
     logprobs_P2: Tensor,
     ref_logprobs_P2: Tensor,
@@ -151,6 +153,7 @@ def _on_rows(inputs: LossInputs, result: PairLoss, pairs_P2: Tensor) -> TokenLos
     return TokenLoss({"preference": keep(on_tokens(loss_B, inputs.lengths), inputs.mask)}, metrics)
 
 
+@checked
 def reward_model_loss(scores_P2: Tensor, margin_P: Tensor | None = None, *, centre_coef: float = 0.0) -> PairLoss:
     """-ls(s_c - s_r - margin) + centre_coef (s_c + s_r)^2 (Bradley-Terry; margin: Llama 2, arXiv 2307.09288).
 
@@ -161,6 +164,7 @@ def reward_model_loss(scores_P2: Tensor, margin_P: Tensor | None = None, *, cent
     return PairLoss(softplus(-gap) + centre_coef * (chosen + rejected) ** 2, scores_P2.detach())
 
 
+@checked
 def implicit_reward_loss(implicit_q_B: Tensor, correct_B: Tensor, *, implicit_beta: float = 0.05) -> Tensor:
     """Binary cross-entropy of sigmoid(implicit_beta sum_t q_t) with the outcome: [B] (implicit PRM, arXiv 2412.01981).
 
@@ -185,6 +189,7 @@ def implicit_reward_term(inputs: LossInputs, *, implicit_beta: float = 0.05) -> 
     return TokenLoss({"implicit_reward": keep(on_tokens(loss_B, inputs.lengths), inputs.mask)}, metrics)
 
 
+@checked
 def implicit_reward_accuracy(implicit_q_B: Tensor, correct_B: Tensor, groups_B: Tensor) -> tuple[Tensor, Tensor]:
     """How well sum_t q_t tells right rows from wrong ones (PRIME's dpo_accuracy and dpo_abs_accuracy).
 

@@ -10,24 +10,38 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tandem.algos.terms import LossInputs, TokenLoss, keep, masked_mean
+from tandem.algos.checks import keep
+from tandem.algos.terms import LossInputs, TokenLoss
 from tandem.types import Metric, Metrics
 
 CORRECTION = "correction"
 """Token column: what the policy term of a token is multiplied by, against a mismatch between sampler and trainer."""
 
 
-def log_ratio(inputs: LossInputs, clamp: float | None) -> Tensor:
-    """The log-ratio x - o, [N], with gradient, clamped to +-clamp with no gradient beyond; None does not clamp."""
-    difference = inputs.policy_logprobs - inputs.token("old_logprobs")
-    return difference if clamp is None else difference.clamp(-clamp, clamp)
+def log_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, clamp: float | None) -> Tensor:
+    """The log-ratio x - o, [N], clamped to +-clamp with no gradient beyond; None does not clamp."""
+    difference = logprobs_N - old_logprobs_N
+    return difference if clamp is None else clamped(difference, -clamp, clamp)
+
+
+def clamped(values: Tensor, low: float, high: float) -> Tensor:
+    """`values` in [low, high], without gradient beyond. Where none is beyond, which costs one look, nothing is done at all."""
+    if not values.numel():
+        return values
+    least, greatest = (bound.item() for bound in values.detach().aminmax())
+    return values if low <= least and greatest <= high else values.clamp(low, high)
 
 
 def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and where the clipped side is the larger one: [N], bool [N]."""
-    unclipped = -advantages_N * ratio_N
-    clipped = -advantages_N * ratio_N.clamp(1 - clip_low, 1 + clip_high)
-    return torch.maximum(unclipped, clipped), clipped > unclipped
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and where the clipped side is the larger one: [N], bool [N].
+
+    The clipped side is larger only where r is outside the range, so it needs no gradient.
+    """
+    costs_N = -advantages_N
+    unclipped = costs_N * ratio_N
+    clipped = costs_N * ratio_N.detach().clamp(1 - clip_low, 1 + clip_high)
+    is_clipped = clipped > unclipped.detach()
+    return torch.where(is_clipped, clipped, unclipped), is_clipped
 
 
 def check_clip(clip_low: float, clip_high: float, log_ratio_clamp: float | None = None) -> None:
@@ -49,18 +63,19 @@ def policy_term(inputs: LossInputs, loss_N: Tensor, metrics: Mapping[str, Metric
         loss_N = inputs.token(CORRECTION) * loss_N
     found = dict(metrics)
     if inputs.entropy is not None:
-        found["entropy"] = masked_mean(inputs.entropy, inputs.mask)
-    return TokenLoss({"policy": keep(loss_N, inputs.mask)}, Metrics(found))
+        found["entropy"] = inputs.mean(inputs.entropy)
+    return TokenLoss({"policy": loss_N}, Metrics(found))
 
 
 def ratio_metrics(inputs: LossInputs, ratio_N: Tensor, log_ratio_N: Tensor, clipped_N: Tensor | None = None) -> dict[str, Metric]:
-    """The mean ratio and its maximum, kl_old_new (the mean of o - x), clip_fraction where a loss clips."""
-    mask = inputs.mask
+    """The mean ratio and its maximum, kl_old_new (the mean of o - x), clip_fraction where a loss clips.
+
+    log_ratio_N: 0 where masked, as the difference of two columns is.
+    """
+    ratio_N, num = keep(ratio_N.detach(), inputs.mask, inputs.num_counted), float(inputs.num_counted)
     found = {
-        "ratio": masked_mean(ratio_N, mask),
-        "ratio_max": Metric(float(keep(ratio_N.detach(), mask).max()) if len(ratio_N) else 0.0, reduction="max"),
-        "kl_old_new": masked_mean(-log_ratio_N, mask),
+        "ratio": Metric(ratio_N.sum().item(), num),
+        "ratio_max": Metric(ratio_N.amax().item() if len(ratio_N) else 0.0, reduction="max"),
+        "kl_old_new": Metric(-log_ratio_N.detach().sum().item(), num),
     }
-    if clipped_N is not None:
-        found["clip_fraction"] = masked_mean(clipped_N.float(), mask)
-    return found
+    return found if clipped_N is None else found | {"clip_fraction": inputs.mean(clipped_N)}

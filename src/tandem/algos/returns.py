@@ -8,24 +8,15 @@ Legend: B rows, N packed tokens; r token rewards, V values, G returns, m mask, n
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tandem.algos.checks import checked, keep, num_counted
 from tandem.algos.kl import KLEstimator, check_kl_target, kl_divergence
-from tandem.algos.segments import (
-    Groups,
-    discounted_sums,
-    last_counted,
-    next_in_row,
-    on_tokens,
-    row_counts,
-    row_max,
-    row_mean,
-    row_of_token,
-)
-from tandem.algos.terms import keep
+from tandem.algos.segments import CountedTokens, Groups, on_tokens, row_max, row_mean, row_of_token
 
 
 class Credit(NamedTuple):
@@ -35,6 +26,7 @@ class Credit(NamedTuple):
     returns: Tensor
 
 
+@checked
 def token_rewards(
     rewards_B: Tensor,
     mask_N: Tensor,
@@ -54,34 +46,36 @@ def token_rewards(
     reward_kl_horizon: of an adaptive coefficient, as for `extra_terms.kl_term`, which is that of each row then.
     """
     check_kl_target(reward_kl_coef, reward_kl_target, reward_kl_horizon)
-    rewards_N = keep(on_tokens(rewards_B, lengths_B), last_counted(mask_N, lengths_B))
+    rewards_N = keep(on_tokens(rewards_B, lengths_B), CountedTokens(mask_N, lengths_B).last())
     if not reward_kl_coef:
         return rewards_N
     assert old_logprobs_N is not None, "a KL penalty needs old_logprobs"
     assert ref_logprobs_N is not None, "a KL penalty needs ref_logprobs"
-    old, ref = keep(old_logprobs_N, mask_N), keep(ref_logprobs_N, mask_N)
     coef: float | Tensor = reward_kl_coef
     if reward_kl_target is not None:
         assert reward_kl_coef_B is not None, "an adaptive KL penalty needs reward_kl_coef"
         coef = on_tokens(reward_kl_coef_B, lengths_B)
-    return keep(rewards_N - coef * kl_divergence(old, ref, estimator=reward_kl_estimator), mask_N)
+    return rewards_N - coef * kl_divergence(old_logprobs_N, ref_logprobs_N, estimator=reward_kl_estimator)
 
 
+@checked
 def discounted_returns(token_rewards_N: Tensor, mask_N: Tensor, lengths_B: Tensor, *, gamma: float = 1.0) -> Credit:
     """A_t = G_t = r_t + gamma G_(next counted t): REINFORCE, and with `whiten` REINFORCE++ (arXiv 2501.03262)."""
-    returns = discounted_sums(token_rewards_N, mask_N, lengths_B, _unit(gamma, "gamma"))
+    returns = _discounted(token_rewards_N, CountedTokens(mask_N, lengths_B), _unit(gamma, "gamma"))
     return Credit(returns, returns)
 
 
+@checked
 def greedy_baseline(token_rewards_N: Tensor, reward_baselines_B: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Credit:
     """A_t = G_t - R_greedy, with gamma 1 (ReMax, arXiv 2310.10505).
 
     reward_baselines_B: [B], the reward of the greedy answer to each row's prompt.
     """
-    returns = discounted_sums(token_rewards_N, mask_N, lengths_B, 1.0)
+    returns = _discounted(token_rewards_N, CountedTokens(mask_N, lengths_B), 1.0)
     return Credit(keep(returns - on_tokens(reward_baselines_B, lengths_B), mask_N), returns)
 
 
+@checked
 def gae(
     token_rewards_N: Tensor, values_N: Tensor, mask_N: Tensor, lengths_B: Tensor, *, gamma: float = 1.0, lam: float = 1.0
 ) -> Credit:
@@ -89,10 +83,11 @@ def gae(
 
     "next" is the next counted token of the row; behind the last one V and A are 0.
     """
-    advantages = _gae(token_rewards_N, values_N, mask_N, lengths_B, gamma, _unit(lam, "lam"))
-    return Credit(advantages, keep(advantages + values_N, mask_N))
+    advantages = _gae(token_rewards_N, values_N, CountedTokens(mask_N, lengths_B), gamma, _unit(lam, "lam"))
+    return Credit(advantages, advantages + values_N)
 
 
+@checked
 def turn_gae(
     token_rewards_N: Tensor,
     values_N: Tensor,
@@ -120,6 +115,7 @@ def turn_gae(
     return Credit(*(torch.zeros_like(mask_N, dtype=each.dtype).masked_scatter(mask_N, each[place_M]) for each in of_turns))
 
 
+@checked
 def decoupled_gae(
     token_rewards_N: Tensor,
     values_N: Tensor,
@@ -137,26 +133,33 @@ def decoupled_gae(
     """
     if not length_adaptive_alpha > 0:
         raise ValueError(f"length_adaptive_alpha must be positive, got {length_adaptive_alpha}")
-    returns = gae(token_rewards_N, values_N, mask_N, lengths_B, gamma=gamma, lam=lam_value).returns
+    counted = CountedTokens(mask_N, lengths_B)
+    returns = _gae(token_rewards_N, values_N, counted, gamma, _unit(lam_value, "lam_value")) + values_N
     if lam_policy is None:
-        counts_B = row_counts(mask_N, lengths_B).clamp(min=1).to(returns.dtype)
+        counts_B = counted.counts.clamp(min=1).to(returns.dtype)
         policy: float | Tensor = (1 - 1 / (length_adaptive_alpha * counts_B)).clamp(0, 1)
     else:
         policy = _unit(lam_policy, "lam_policy")
-    return Credit(_gae(token_rewards_N, values_N, mask_N, lengths_B, gamma, policy), returns)
+    return Credit(_gae(token_rewards_N, values_N, counted, gamma, policy), returns)
 
 
-def _gae(token_rewards_N: Tensor, values_N: Tensor, mask_N: Tensor, lengths_B: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
-    values = keep(values_N, mask_N)
-    delta = keep(token_rewards_N, mask_N) + _unit(gamma, "gamma") * next_in_row(values, mask_N, lengths_B) - values
-    return discounted_sums(delta, mask_N, lengths_B, gamma * lam)
+def _gae(rewards_N: Tensor, values_N: Tensor, counted: CountedTokens, gamma: float, lam: float | Tensor) -> Tensor:
+    values = counted.of(values_N)
+    delta = counted.of(rewards_N) + _unit(gamma, "gamma") * counted.next(values) - values
+    return counted.back(counted.discounted_sums(delta, gamma * lam))
 
 
+@checked
 def process_rewards(prm_logprobs_N: Tensor, ref_logprobs_N: Tensor, mask_N: Tensor, *, implicit_beta: float = 0.05) -> Tensor:
     """implicit_beta (prm - ref) on each counted token: what an implicit process reward model pays (arXiv 2412.01981)."""
-    return implicit_beta * keep(prm_logprobs_N - ref_logprobs_N, mask_N)
+    return implicit_beta * (prm_logprobs_N - ref_logprobs_N)
 
 
+def _discounted(rewards_N: Tensor, counted: CountedTokens, gamma: float) -> Tensor:
+    return counted.back(counted.discounted_sums(counted.of(rewards_N), gamma))
+
+
+@checked
 def process_and_outcome(
     process_rewards_N: Tensor,
     rewards_B: Tensor,
@@ -174,27 +177,28 @@ def process_and_outcome(
     mu_i = mean_s r, b_g = sum_(j in g) mu_j / (n - 1), v_t = coef (r_t n / (n - 1) - b_g) where s; A_t = G_t = sum_(k >= t) v_k.
     `whiten` follows. A row without companions has no baseline and gets 0.
     """
-    groups, counted_B = Groups(groups_B), row_counts(mask_N, lengths_B) > 0
-    num_B = groups.sum(counted_B.double())
+    counted, groups = CountedTokens(mask_N, lengths_B), Groups(groups_B)
+    has_tokens = counted.counts > 0
+    num_B = groups.sum(has_tokens.double())
     others = (num_B - 1).clamp(min=1)
-    last_N = last_counted(mask_N, lengths_B)
-    total = torch.zeros_like(keep(process_rewards_N, mask_N))
+    total = torch.zeros_like(process_rewards_N)
     sources = (
         (process_coef, process_rewards_N, mask_N),
-        (outcome_coef, on_tokens(rewards_B, lengths_B), last_N),
+        (outcome_coef, on_tokens(rewards_B, lengths_B), counted.last()),
     )
     for coef, source_N, where_N in sources:
         # The lowest of the group is taken out first, so that equal ones give exactly 0.
-        lowest_B = groups.lowest(torch.where(counted_B, -row_max(-source_N, where_N, lengths_B), torch.inf))
+        lowest_B = groups.lowest(torch.where(has_tokens, -row_max(-source_N, where_N, lengths_B), torch.inf))
         shifted_N = keep(source_N - on_tokens(lowest_B, lengths_B), where_N)
         baseline_B = groups.sum(row_mean(shifted_N, where_N, lengths_B)) / others.to(shifted_N.dtype)
         scale_B = (num_B / others).to(shifted_N.dtype)
         value_N = coef * (shifted_N * on_tokens(scale_B, lengths_B) - on_tokens(baseline_B, lengths_B))
         total = total + keep(value_N, where_N & on_tokens(num_B > 1, lengths_B))
-    returns = discounted_sums(total, mask_N, lengths_B, 1.0)
+    returns = _discounted(total, counted, 1.0)
     return Credit(returns, returns)
 
 
+@checked
 def optimal_token_baseline(
     token_rewards_N: Tensor,
     old_logprobs_N: Tensor,
@@ -213,31 +217,34 @@ def optimal_token_baseline(
 
     sum_pi_squared_N: [N], sum over the vocabulary of the policy's squared probabilities at each token.
     """
-    counts_B = row_counts(mask_N, lengths_B)
-    returns = discounted_sums(token_rewards_N, mask_N, lengths_B, 1.0)
-    step_M = (1 - 2 * keep(old_logprobs_N, mask_N).exp() + keep(sum_pi_squared_N, mask_N))[mask_N]
+    counted = CountedTokens(mask_N, lengths_B)
+    returns_M = counted.discounted_sums(counted.of(token_rewards_N), 1.0)
+    step_M = counted.of(1 - 2 * old_logprobs_N.exp() + sum_pi_squared_N)
     # The baseline couples rows at equal positions, so this one goes through [B, T].
-    width = int(counts_B.max()) if len(counts_B) else 0
-    inside_BT = torch.arange(width, device=mask_N.device) < counts_B[:, None]
-    returns_BT = returns.new_zeros(inside_BT.shape).masked_scatter(inside_BT, returns[mask_N])
+    width = int(counted.counts.max()) if len(counted.counts) else 0
+    inside_BT = torch.arange(width, device=mask_N.device) < counted.counts[:, None]
+    returns_BT = returns_M.new_zeros(inside_BT.shape).masked_scatter(inside_BT, returns_M)
     weight_BT = step_M.new_zeros(inside_BT.shape).masked_scatter(inside_BT, step_M).cumsum(1) * inside_BT
     groups = Groups(groups_B)
     members_BB = groups.index[:, None] == groups.index
-    share_BB = members_BB.to(returns.dtype)
+    share_BB = members_BB.to(returns_M.dtype)
     baseline_BT = share_BB @ (returns_BT * weight_BT) / (share_BB @ weight_BT + baseline_eps)
-    reached_BT = share_BB @ inside_BT.to(returns.dtype) > 1
-    baseline_N = torch.zeros_like(returns).masked_scatter(mask_N, torch.where(reached_BT, baseline_BT, 0.0)[inside_BT])
-    alone_B = share_BB @ (counts_B > 0).to(share_BB.dtype) < 2
-    return Credit(keep(returns - baseline_N, mask_N & ~on_tokens(alone_B, lengths_B)), returns)
+    reached_BT = share_BB @ inside_BT.to(share_BB.dtype) > 1
+    has_companions = share_BB @ (counted.counts > 0).to(share_BB.dtype) > 1
+    baseline_M = torch.where(reached_BT, baseline_BT, 0.0)[inside_BT]
+    advantages_M = keep(returns_M - baseline_M, on_tokens(has_companions, counted.counts))
+    return Credit(counted.back(advantages_M), counted.back(returns_M))
 
 
+@checked
 def reverse_kl(
     advantages_N: Tensor, old_logprobs_N: Tensor, teacher_logprobs_N: Tensor, mask_N: Tensor, *, distillation_coef: float = 1.0
 ) -> Tensor:
     """A_t - distillation_coef (old_t - teacher_t): distillation on top of a reward (MOPD, arXiv 2601.02780)."""
-    return keep(advantages_N, mask_N) - distillation_coef * keep(old_logprobs_N - teacher_logprobs_N, mask_N)
+    return advantages_N - distillation_coef * (old_logprobs_N - teacher_logprobs_N)
 
 
+@checked
 def teacher_advantage(
     old_logprobs_N: Tensor, teacher_logprobs_N: Tensor, mask_N: Tensor, *, advantage_clamp: float | None = None
 ) -> Tensor:
@@ -245,28 +252,33 @@ def teacher_advantage(
 
     advantage_clamp: bounds it on either side; None is off.
     """
-    advantages = keep(teacher_logprobs_N - old_logprobs_N, mask_N).detach()
+    advantages = (teacher_logprobs_N - old_logprobs_N).detach()
     return advantages if advantage_clamp is None else advantages.clamp(-advantage_clamp, advantage_clamp)
 
 
+@checked
 def whiten(
     advantages_N: Tensor, mask_N: Tensor, *, whiten_ddof: Literal[0, 1] = 1, whiten_eps: float = 1e-8, whiten_std: bool = True
 ) -> Tensor:
     """(A - mean) / sqrt(var + whiten_eps) over all counted tokens of the batch: [N], 0 where masked.
 
     whiten_ddof: the variance's denominator is the count less this. whiten_std: False subtracts the mean only.
-    Computed in float64. Equal values give 0; a single token has no variance and gives 0 too.
+    Sums are in float64. Equal values give 0; a single token has no variance and gives 0 too.
     """
-    values = keep(advantages_N, mask_N)
-    num = int(mask_N.sum())
+    num = num_counted(mask_N)
     if not num:
-        return values
-    shifted = keep(values.double() - values[mask_N.int().argmax()], mask_N)  # so that equal values are exactly 0
-    centred = keep(shifted - shifted.sum() / num, mask_N)
-    if whiten_std:
-        variance = (centred**2).sum() / max(num - whiten_ddof, 1)
-        centred = centred / (variance + whiten_eps).sqrt()
-    return centred.to(values.dtype)
+        return advantages_N
+    mean = _sum(advantages_N) / num
+    mean += _sum(keep(advantages_N - mean, mask_N, num)) / num  # now equal values have exactly their own value as mean
+    centred = keep(advantages_N - mean, mask_N, num)
+    if not whiten_std:
+        return centred
+    variance = _sum(centred**2) / max(num - whiten_ddof, 1)
+    return centred / math.sqrt(variance + whiten_eps)
+
+
+def _sum(values_N: Tensor) -> float:
+    return values_N.sum(dtype=torch.float64).item()
 
 
 def _unit(value: float, name: str) -> float:

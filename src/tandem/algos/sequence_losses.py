@@ -14,9 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tandem.algos.ratios import check, check_clip, clipped_surrogate, log_ratio, policy_term, ratio_metrics
+from tandem.algos.checks import keep
+from tandem.algos.ratios import check, check_clip, clamped, clipped_surrogate, log_ratio, policy_term, ratio_metrics
 from tandem.algos.segments import on_tokens, row_mean, row_sum
-from tandem.algos.terms import LossInputs, TokenLoss, masked_mean, whole_rows
+from tandem.algos.terms import LossInputs, TokenLoss, whole_rows
 
 MAX_LOG_RATIO = 10.0
 """The logarithm of a sequence's ratio on a token ends here."""
@@ -40,12 +41,13 @@ def sequence_clip(
     Aggregated by seq-mean-token-sum it is LUSPO (TRL): long responses count for their length.
     """
     check_clip(clip_low, clip_high, log_ratio_clamp)
-    difference = log_ratio(inputs, log_ratio_clamp)
+    x = inputs.policy_logprobs
+    difference = log_ratio(x.detach() if gradient == "token" else x, inputs.token("old_logprobs"), log_ratio_clamp)
     reduce = row_mean if ratio == "geometric" else row_sum
     of_row = on_tokens(reduce(difference, inputs.mask, inputs.lengths), inputs.lengths)
     if gradient == "token":
-        of_row = inputs.policy_logprobs - inputs.policy_logprobs.detach() + of_row.detach()
-    ratio_N = of_row.clamp(max=MAX_LOG_RATIO).exp()
+        of_row = x - x.detach() + of_row
+    ratio_N = clamped(of_row, -math.inf, MAX_LOG_RATIO).exp()
     loss, clipped = clipped_surrogate(ratio_N, inputs.token("advantages"), clip_low, clip_high)
     return policy_term(inputs, loss, ratio_metrics(inputs, ratio_N, difference, clipped))
 
@@ -59,15 +61,17 @@ def geometric_mean(
     c is x - o clipped on one side: min(x - o, clip_high) where A > 0, max(x - o, -clip_low) elsewhere.
     """
     check(clip_low >= 0 and clip_high >= 0, f"clip_low={clip_low} and clip_high={clip_high} must not be negative")
-    advantages, difference = inputs.token("advantages"), log_ratio(inputs, log_ratio_clamp)
-    signed = torch.where(advantages > 0, difference.clamp(max=clip_high), difference.clamp(min=-clip_low))
+    advantages = inputs.token("advantages")
+    difference = log_ratio(inputs.policy_logprobs, inputs.token("old_logprobs"), log_ratio_clamp)
+    above, below, rises = difference > clip_high, difference < -clip_low, advantages > 0
+    clipped = (above & rises) | (below & ~rises)
+    signed = torch.where(clipped, difference.detach().clamp(-clip_low, clip_high), difference)
     ratio_B = row_mean(signed, inputs.mask, inputs.lengths).exp()
     loss_B = -row_mean(advantages, inputs.mask, inputs.lengths) * ratio_B
-    metrics = ratio_metrics(inputs, on_tokens(ratio_B, inputs.lengths), difference, signed != difference)
-    outside = (difference > clip_high) | (difference < -clip_low)
-    metrics["outside_fraction_positive"] = masked_mean((outside & (advantages > 0)).float(), inputs.mask)
-    metrics["outside_fraction_negative"] = masked_mean((outside & (advantages <= 0)).float(), inputs.mask)
-    return policy_term(inputs, on_tokens(loss_B, inputs.lengths), metrics)
+    metrics = ratio_metrics(inputs, on_tokens(ratio_B, inputs.lengths), difference, clipped)
+    metrics["outside_fraction_positive"] = inputs.mean((above | below) & rises)
+    metrics["outside_fraction_negative"] = inputs.mean((above | below) & ~rises)
+    return policy_term(inputs, _on_counted(loss_B, inputs), metrics)
 
 
 @whole_rows
@@ -85,7 +89,8 @@ def variational_reinforce(
     """
     for name, value in (("k_pos", k_pos), ("lambda_pos", lambda_pos), ("k_neg", k_neg), ("lambda_neg", lambda_neg)):
         check(value > 0, f"{name} must be positive, got {value}")
-    advantages, difference = inputs.token("advantages"), log_ratio(inputs, None).detach()
+    advantages, x = inputs.token("advantages"), inputs.policy_logprobs
+    difference = log_ratio(x.detach(), inputs.token("old_logprobs"), None)
     total_B = row_sum(difference, inputs.mask, inputs.lengths).clamp(math.log(1e-8), 20.0)
     total = on_tokens(total_B, inputs.lengths)
 
@@ -93,17 +98,21 @@ def variational_reinforce(
         return (lam + k * total - lam * total.exp()).exp()
 
     weight = torch.where(advantages >= 0, phi(k_pos, lambda_pos), phi(k_neg, lambda_neg))
-    metrics = ratio_metrics(inputs, total.exp(), difference) | {"phi": masked_mean(weight, inputs.mask)}
-    return policy_term(inputs, -weight * advantages * inputs.policy_logprobs, metrics)
+    metrics = ratio_metrics(inputs, total.exp(), difference) | {"phi": inputs.mean(weight)}
+    return policy_term(inputs, -weight * advantages * x, metrics)
 
 
 @whole_rows
 def squared_preference(inputs: LossInputs, *, eta: float = 1.0) -> TokenLoss:
     """(sum_t (x - o) - eta c_i)^2, c the soft-mean centred reward as the row's advantage (online SPPO, arXiv 2405.00675)."""
     check(eta > 0, f"eta must be positive, got {eta}")
-    difference = log_ratio(inputs, None)
+    difference = log_ratio(inputs.policy_logprobs, inputs.token("old_logprobs"), None)
     total_B = row_sum(difference, inputs.mask, inputs.lengths)
     centred_B = row_mean(inputs.token("advantages"), inputs.mask, inputs.lengths)
-    loss = on_tokens((total_B - eta * centred_B) ** 2, inputs.lengths)
+    loss = _on_counted((total_B - eta * centred_B) ** 2, inputs)
     metrics = ratio_metrics(inputs, difference.exp(), difference)
-    return policy_term(inputs, loss, metrics | {"log_ratio": masked_mean(on_tokens(total_B, inputs.lengths), inputs.mask)})
+    return policy_term(inputs, loss, metrics | {"log_ratio": inputs.mean(on_tokens(total_B, inputs.lengths))})
+
+
+def _on_counted(values_B: Tensor, inputs: LossInputs) -> Tensor:
+    return keep(on_tokens(values_B, inputs.lengths), inputs.mask)

@@ -10,7 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tandem.algos.checks import checked
 
+
+@checked
 def overlong_penalty(
     rewards_B: Tensor, response_lengths_B: Tensor, *, max_len: int, buffer_len: int, penalty_factor: float = 1.0
 ) -> Tensor:
@@ -25,6 +28,7 @@ def overlong_penalty(
     return rewards_B - penalty_factor * over_B / buffer_len
 
 
+@checked
 def stop_properly(rewards_B: Tensor, truncated_B: Tensor, *, coef: float) -> Tensor:
     """What an episode that ran out of tokens earns: coef R_i, or coef itself where coef is negative (ProRL, arXiv 2505.24864)."""
     return torch.where(truncated_B.bool(), rewards_B * coef if coef >= 0 else torch.full_like(rewards_B, coef), rewards_B)
@@ -33,6 +37,7 @@ def stop_properly(rewards_B: Tensor, truncated_B: Tensor, *, coef: float) -> Ten
 Resampling = Literal["pow", "max_min", "max_random"]
 
 
+@checked
 def resampling_weights(scores_B: Tensor, *, method: Resampling = "pow", weight_pow: float = 2.0) -> Tensor:
     """How likely an episode is to be drawn, up to a constant: [B] (PF-PPO, arXiv 2409.06957).
 
@@ -53,6 +58,7 @@ def resampling_weights(scores_B: Tensor, *, method: Resampling = "pow", weight_p
     return weights + 1e-8
 
 
+@checked
 def resampling_probabilities(weights_B: Tensor) -> Tensor:
     """[B], summing to 1."""
     return weights_B / weights_B.sum()

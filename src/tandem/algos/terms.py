@@ -8,13 +8,15 @@ Legend: B rows, N packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from tandem.algos.checks import keep, num_counted, require_finite, require_layout
 from tandem.errors import ColumnError
 from tandem.types import Metric, Metrics
 
@@ -22,7 +24,7 @@ TOPK_IDS = "teacher_topk_ids"
 """Token column [N, K]: the tokens at each place whose logprobs a loss reads beside that of the token that stands there."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LossInputs:
     """Rows from their first token to their last counted one at least, packed.
 
@@ -30,7 +32,10 @@ class LossInputs:
     lengths: int64 [B]. columns: the batch's tensors by name, token level [N] or row level [B], without gradient.
     entropy: [N] of the policy's distribution at each token, where the engine gives it. groups: int64 [B], the same for rows
     of one group; a loss that is marked `whole_groups` finds all rows of a group here. at_topk: [N, K], with gradient, the
-    logprobs of the tokens in column teacher_topk_ids, where the batch has it.
+    logprobs of the tokens in column teacher_topk_ids, where the batch has it. keys: what errors call the rows.
+
+    A column is checked when it is read: ColumnError where the batch lacks it or it is of another size, NonFiniteError
+    where it counts and is not finite. Whether `logprobs` are is for the engine to judge, with the loss.
     """
 
     logprobs: Tensor
@@ -40,35 +45,63 @@ class LossInputs:
     entropy: Tensor | None = None
     groups: Tensor | None = None
     at_topk: Tensor | None = None
+    keys: Sequence[object] = ()
+    _kept: dict[str, Tensor] = field(default_factory=dict[str, Tensor], init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_layout(self.mask, self.lengths)
+        if self.logprobs.shape != self.mask.shape:
+            raise ColumnError(f"logprobs have shape {list(self.logprobs.shape)} and column 'mask' {list(self.mask.shape)}")
 
     @property
     def policy_logprobs(self) -> Tensor:
         """`logprobs` in float32 or better, 0 where masked: what stands there reaches neither loss nor gradient."""
-        return keep(self.logprobs, self.mask)
+        return self._keep(self.logprobs)
 
     def token(self, name: str) -> Tensor:
-        """Token column `name` in float32 or better, 0 where masked. Raises ColumnError if the batch lacks it."""
-        return keep(self._column(name), self.mask)
+        """Token column `name` in float32 or better, 0 where masked."""
+        if name not in self._kept:
+            column = self._column(name, len(self.mask), "token")
+            self._kept[name] = self._keep(column)
+            require_finite(name, self._kept[name], "token", self.lengths, self.keys)
+        return self._kept[name]
 
     def row(self, name: str) -> Tensor:
-        """Row column `name`, [B], on each counted token of its row, [N]. Raises ColumnError if the batch lacks it."""
-        return keep(torch.repeat_interleave(self._column(name), self.lengths), self.mask)
+        """Row column `name`, [B], on each counted token of its row, [N]."""
+        return self._keep(torch.repeat_interleave(self.of_rows(name), self.lengths))
 
     @property
     def topk_logprobs(self) -> Tensor:
         """`at_topk`, 0 where masked. Raises ColumnError if the batch lacks column teacher_topk_ids."""
-        self._column(TOPK_IDS)
+        self._column(TOPK_IDS, len(self.mask), "token")
         assert self.at_topk is not None, f"the engine looks up what column {TOPK_IDS} names"
-        return keep(self.at_topk, self.mask)
+        return self._keep(self.at_topk)
 
     def of_rows(self, name: str) -> Tensor:
-        """Row column `name` as it is, [B]. Raises ColumnError if the batch lacks it."""
-        return self._column(name)
+        """Row column `name` as it is, [B]."""
+        column = self._column(name, len(self.lengths), "row")
+        require_finite(name, column, "row", keys=self.keys)
+        return column
 
-    def _column(self, name: str) -> Tensor:
+    def mean(self, values_N: Tensor) -> Metric:
+        """`masked_mean` over the tokens that count."""
+        return _mean(values_N, self.mask, self.num_counted)
+
+    @cached_property
+    def num_counted(self) -> int:
+        """How many tokens count."""
+        return num_counted(self.mask)
+
+    def _keep(self, values_N: Tensor) -> Tensor:
+        return keep(values_N, self.mask, self.num_counted)
+
+    def _column(self, name: str, size: int, axis: str) -> Tensor:
         if name not in self.columns:
             raise ColumnError(f"the loss reads column {name!r} and the batch has {sorted(self.columns)}")
-        return self.columns[name]
+        column = self.columns[name]
+        if column.dim() == 0 or len(column) != size:
+            raise ColumnError(f"the loss reads column {name!r} by {axis}, {size} of them, and it has shape {list(column.shape)}")
+        return column
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +113,7 @@ class TokenLoss:
 
     @property
     def loss(self) -> Tensor:
-        return torch.stack(list(self.terms.values())).sum(0)
+        return reduce(torch.add, self.terms.values())
 
 
 LossFunction = Callable[..., TokenLoss]
@@ -105,15 +138,12 @@ def scope_of(function: Callable[..., Any]) -> TermScope:
     return getattr(function, "term_scope", "token")
 
 
-def keep(values_N: Tensor, mask_N: Tensor) -> Tensor:
-    """`values_N` in float32 or better where `mask_N` is true and exactly 0 elsewhere, whatever stands there (NaN too).
-
-    Values may have more dimensions, [N, ...].
-    """
-    values_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
-    return torch.where(mask_N.reshape(-1, *(1,) * (values_N.ndim - 1)), values_N, 0.0)
-
-
 def masked_mean(values_N: Tensor, mask_N: Tensor) -> Metric:
-    """The mean over the tokens that count, as a metric that merges with those of other micro-batches."""
-    return Metric(float(keep(values_N.detach(), mask_N).sum(dtype=torch.float64)), float(mask_N.sum()))
+    """The mean over the tokens that count, or the share of them where a bool is true; it merges with those of other parts."""
+    return _mean(values_N, mask_N, num_counted(mask_N))
+
+
+def _mean(values_N: Tensor, mask_N: Tensor, num: int) -> Metric:
+    if values_N.dtype == torch.bool:
+        return Metric(float(num_counted(values_N & mask_N)), float(num))
+    return Metric(keep(values_N.detach(), mask_N, num).sum().item(), float(num))

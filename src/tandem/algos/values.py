@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
+from tandem.algos.checks import checked
 from tandem.algos.ratios import check
-from tandem.algos.terms import TokenLoss, keep, masked_mean
+from tandem.algos.terms import TokenLoss, masked_mean
 from tandem.types import Metrics
 
 
+@checked
 def value_loss(
     values_N: Tensor,
     old_values_N: Tensor,
@@ -34,17 +36,16 @@ def value_loss(
         huber_delta: in place of the square, Huber's loss doubled, which is linear beyond this; None is the square.
     """
     check(value_clip is None or value_clip > 0, f"value_clip must be positive (None is off), got {value_clip}")
-    values, old, returns = (keep(column, mask_N) for column in (values_N, old_values_N, returns_N))
 
     def error(value: Tensor) -> Tensor:
         if huber_delta is None:
-            return (value - returns) ** 2
-        return 2 * huber_loss(value, returns, reduction="none", delta=huber_delta)
+            return (value - returns_N) ** 2
+        return 2 * huber_loss(value, returns_N, reduction="none", delta=huber_delta)
 
-    loss = error(values)
-    metrics = {"value": masked_mean(values, mask_N), "value_error": masked_mean(loss, mask_N)}
+    loss = error(values_N)
+    metrics = {"value": masked_mean(values_N, mask_N), "value_error": masked_mean(loss, mask_N)}
     if value_clip is not None:
-        clipped = error(old + (values - old).clamp(-value_clip, value_clip))
-        metrics["value_clip_fraction"] = masked_mean((clipped > loss).float(), mask_N)
+        clipped = error(old_values_N + (values_N - old_values_N).clamp(-value_clip, value_clip))
+        metrics["value_clip_fraction"] = masked_mean(clipped > loss, mask_N)
         loss = torch.maximum(loss, clipped)
-    return TokenLoss({"value": keep(value_scale * loss, mask_N)}, Metrics(metrics))
+    return TokenLoss({"value": value_scale * loss}, Metrics(metrics))

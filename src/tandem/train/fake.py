@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from tandem.algos.aggregation import aggregate
+from tandem.algos.checks import keep
 from tandem.algos.functions import loss_function
-from tandem.algos.terms import TOPK_IDS, LossInputs, keep
+from tandem.algos.terms import TOPK_IDS, LossInputs
 from tandem.data_proto import DataProto
 from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
@@ -72,8 +73,11 @@ class FakeTrainEngine:
         """Logprobs [N], the loss, its metrics, and what is not finite."""
         predicted, logprobs, entropy = self._predict(batch)
         at_topk = predicted.gather(1, batch[TOPK_IDS]) if TOPK_IDS in batch.columns else None
-        inputs = LossInputs(logprobs, batch["mask"], batch.lengths, batch.batch, entropy, batch.group_of_row, at_topk)
-        result = loss_function(loss.name)(inputs, **loss.params)
+        inputs = LossInputs(logprobs, batch["mask"], batch.lengths, batch.batch, entropy, batch.group_of_row, at_topk, batch.keys)
+        try:
+            result = loss_function(loss.name)(inputs, **loss.params)
+        except NonFiniteError as problem:  # a column of the batch
+            return logprobs, torch.zeros(()), Metrics(), str(problem)
         sums = {name: aggregate(term, batch["loss_weights"], batch["mask"]) for name, term in result.terms.items()}
         bad = [f"loss term {name!r} is {value.item()}" for name, value in sums.items() if not math.isfinite(value.item())]
         total = torch.stack(list(sums.values())).sum()

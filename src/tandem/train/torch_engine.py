@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from tandem.algos.aggregation import aggregate
+from tandem.algos.checks import keep
 from tandem.algos.functions import loss_function
-from tandem.algos.terms import TOPK_IDS, LossInputs, TokenLoss, keep, scope_of
+from tandem.algos.terms import TOPK_IDS, LossInputs, TokenLoss, scope_of
 from tandem.data_proto import DataProto
 from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
@@ -118,8 +119,12 @@ class TorchEngine:
             if not len(at):
                 yield nothing
                 continue
-            inputs = LossInputs(logprobs, part["mask"], part.lengths, part.batch, entropy, part.group_of_row, at_topk)
-            result = function(inputs, **loss.params)
+            inputs = LossInputs(logprobs, part["mask"], part.lengths, part.batch, entropy, part.group_of_row, at_topk, part.keys)
+            try:
+                result = function(inputs, **loss.params)
+            except NonFiniteError as problem:  # a column of the batch
+                yield nothing._replace(trouble=str(problem))
+                continue
             terms = {name: aggregate(term, part["loss_weights"], part["mask"]) for name, term in result.terms.items()}
             sums = {name: term.item() for name, term in terms.items()}
             if all(map(math.isfinite, sums.values())):
