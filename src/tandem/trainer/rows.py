@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tandem.data_proto import DataProto
 from tandem.errors import RewardError
+from tandem.trainer.fetch import GROUP_ROWS
 from tandem.types import Episode, Key, Metric, Metrics, RewardResult, Stop, Task
 
 StopAction = Literal["train", "mask", "drop"]
@@ -128,14 +129,17 @@ def verdict(
 
 
 def episode_rows(episodes: Sequence[Episode], policy: StopPolicy) -> DataProto:
-    """One row a sample, with row column `rewards` (its episode's) and `stop` (its episode's); masked ones have no true mask."""
+    """One row a sample of a group's episodes; masked ones have no true mask.
+
+    Row columns `rewards` (its episode's) and `group_rows` (int64, the number of these rows); object column `stop` (its episode's).
+    """
     owners = _owners(episodes)
     rows = DataProto.from_samples([sample for episode in episodes for sample in episode.samples])
     counts = torch.tensor([policy.action(episode.stop) == "train" for episode in owners])
     values = [episode.reward.value for episode in owners if episode.reward is not None]
     return rows.with_columns(
         token={"mask": rows["mask"] & counts[rows.row_of_token]},
-        row={"rewards": torch.tensor(values, dtype=torch.float32)},
+        row={"rewards": torch.tensor(values, dtype=torch.float32), GROUP_ROWS: torch.full((len(owners),), len(owners))},
         objects={"stop": [episode.stop for episode in owners]},
     )
 

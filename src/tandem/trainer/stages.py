@@ -17,6 +17,7 @@ from tandem.algos import columns
 from tandem.algos.segments import row_counts, row_max
 from tandem.data_proto import DataProto
 from tandem.ports import TransferQueue, WorkerGroup
+from tandem.trainer.fetch import fetch, require_whole_groups
 from tandem.trainer.plan import BatchStage
 from tandem.trainer.workers import ModelWorker
 from tandem.types import Algorithm, BatchRef, Key, Metrics, Scope, Stage, WeightUse
@@ -30,10 +31,16 @@ def on_rows(
     queue: TransferQueue,
     scope: Scope,
 ) -> BatchStage:
-    """A stage without a model: `function` takes rows with the columns `needs` and returns them with `gives` added."""
+    """A stage without a model: `function` takes rows with the columns `needs` and returns them with `gives` added.
+
+    Beyond scope "row" it refuses a batch that holds a part of a group.
+    """
 
     async def run(batch: BatchRef) -> tuple[BatchRef, Metrics]:
-        rows, metrics = function(await queue.get(batch.keys, needs))
+        found = await fetch(queue, batch, needs)
+        if scope != "row":
+            require_whole_groups(found)
+        rows, metrics = function(found)
         await queue.write(rows.only(gives))
         return replace(batch, columns=batch.columns | gives), metrics
 

@@ -17,6 +17,7 @@ from tandem.data_proto import DataProto
 from tandem.errors import EmptyBatchError
 from tandem.faults import crash_point
 from tandem.ports import Collect, Dispatch, TrainEngine, TransferQueue, register
+from tandem.trainer.fetch import fetch
 from tandem.types import Algorithm, BatchRef, Metric, Metrics
 
 _PASS = frozenset({"tokens", "mask", "temperature"})
@@ -35,7 +36,7 @@ class ModelWorker:
 
         against: a column of logprobs to measure the mismatch of this model's to. top: how many of the likeliest tokens.
         """
-        rows = await self._queue.get(batch.keys, _PASS | ({against} if against else frozenset[str]()))
+        rows = await fetch(self._queue, batch, _PASS | ({against} if against else frozenset[str]()))
         found = self.engine.forward(rows, frozenset(outputs.values()), top=top)
         token = {column: found[output] for column, output in outputs.items()}
         await self._queue.write(DataProto.make(rows.keys, rows.lengths, token=token))
@@ -59,7 +60,7 @@ class TrainWorker(ModelWorker):
     @register(Dispatch.RANK_ZERO, Collect.FIRST)
     async def weigh(self, batch: BatchRef) -> Metrics:
         """Writes the loss weights of these rows, which are one optimiser step. Raises EmptyBatchError where none counts."""
-        rows = await self._queue.get(batch.keys, columns.step_needs(self._objective))
+        rows = await fetch(self._queue, batch, columns.step_needs(self._objective))
         found = columns.step_columns(self._objective, {**rows.batch, "lengths": rows.lengths})
         if not bool((found["loss_weights"] != 0).any()):
             raise EmptyBatchError(f"every loss weight of the {len(rows)} rows is zero: there is nothing to train on")
@@ -82,7 +83,7 @@ class TrainWorker(ModelWorker):
         return self.engine.evaluate(await self._weighed(batch), self._loss)
 
     async def _weighed(self, batch: BatchRef) -> DataProto:
-        rows = await self._queue.get(batch.keys, self._objective.needs | _PASS | self._own.keys())
+        rows = await fetch(self._queue, batch, self._objective.needs | _PASS | self._own.keys())
         return rows.with_columns(token={column: rows[own] for own, column in self._own.items()})
 
     def _named(self, metrics: Metrics) -> Metrics:
