@@ -184,7 +184,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step_on_all(pools: Po
         assert sum((rank.metrics[0] for rank in ranks), Metrics())["train/refused_steps"].value == bad
         assert equal(blocks(ranks, "weights"), before) == bad
     pools.each(Trainer.train, [[left, poisoned(right)]], GRPO)
-    with pytest.raises(NonFiniteError, match=r"'policy' is nan in row train:\d.*2 steps in a row"):
+    with pytest.raises(NonFiniteError, match=r"'advantages' is nan at token \d of row train:\d.*2 steps in a row"):
         pools.each(Trainer.train, [[left, poisoned(right)]], GRPO)
 
 
