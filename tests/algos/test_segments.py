@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tandem.algos.segments import (
+    CountedTokens,
     Groups,
-    discounted_sums,
-    last_counted,
-    next_in_row,
     on_tokens,
     row_counts,
     row_max,
@@ -28,8 +27,23 @@ def test_rows() -> None:
     assert row_sum(VALUES, MASK, LENGTHS).tolist() == [3.0, 0.0, -3.0, 0.0]
     assert row_mean(VALUES, MASK, LENGTHS).tolist() == [1.0, 0.0, -3.0, 0.0]
     assert row_max(VALUES, MASK, LENGTHS).tolist() == [4.0, 0.0, -3.0, 0.0]
-    assert last_counted(MASK, LENGTHS).long().tolist() == [0, 0, 0, 1, 0, 1, 0]
-    assert next_in_row(VALUES, MASK, LENGTHS).tolist() == [-2.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_counted_tokens_stand_without_the_masked_ones_between_them() -> None:
+    counted = CountedTokens(MASK, LENGTHS)
+    assert counted.counts.tolist() == [3, 0, 1, 0]
+    assert counted.of(VALUES).tolist() == [1.0, -2.0, 4.0, -3.0]
+    assert counted.back(counted.of(VALUES)).tolist() == [1.0, 0.0, -2.0, 4.0, 0.0, -3.0, 0.0]
+    assert counted.last().long().tolist() == [0, 0, 0, 1, 0, 1, 0]
+    assert counted.next(counted.of(VALUES)).tolist() == [-2.0, 4.0, 0.0, 0.0]
+
+
+def test_where_every_token_counts_nothing_is_moved() -> None:
+    counted = CountedTokens(torch.ones(7, dtype=torch.bool), LENGTHS)
+    assert counted.of(VALUES) is VALUES
+    assert counted.back(VALUES) is VALUES
+    assert counted.last().long().tolist() == [0, 0, 0, 1, 0, 1, 1]
+    assert counted.next(VALUES).tolist() == [9.0, -2.0, 4.0, 0.0, -3.0, 0.0, 0.0]
 
 
 def test_gradients_reach_counted_tokens_only() -> None:
@@ -37,6 +51,11 @@ def test_gradients_reach_counted_tokens_only() -> None:
         values = torch.where(MASK, VALUES, torch.nan).requires_grad_()
         (found,) = torch.autograd.grad(reduce(values, MASK, LENGTHS).sum(), values)
         torch.testing.assert_close(found, torch.tensor(want, dtype=torch.float32))
+
+
+def discounted_sums(values: Tensor, mask: Tensor, lengths: Tensor, discount: float | Tensor) -> Tensor:
+    counted = CountedTokens(mask, lengths)
+    return counted.back(counted.discounted_sums(counted.of(values), discount))
 
 
 def test_discounted_sums_step_over_what_is_masked() -> None:

@@ -100,7 +100,7 @@ class CountedTokens:
         return values_M.roll(-1).index_fill_(0, self._ends, 0.0)
 
     def discounted_sums(self, values_M: Tensor, discount: float | Tensor) -> Tensor:
-        """G_t = v_t + discount G_next, from each row's end: [M].
+        """G_t = v_t + discount G_next, from each row's end: [M], without gradient.
 
         The recurrence is solved by doubling in ceil(log2(max n_i)) passes: after each, G_t covers twice as many tokens, and
         `factor_t` is what the value `shift` tokens ahead of t is discounted by, 0 where that is no longer in the row.
@@ -112,7 +112,7 @@ class CountedTokens:
         else:
             factor = torch.full_like(values_M, discount)
         factor = factor.index_fill_(0, self._ends, 0.0)
-        sums, longest = values_M.clone(), int(self.counts.max()) if len(self.counts) else 0
+        sums, longest = values_M.detach().clone(), int(self.counts.max()) if len(self.counts) else 0
         shift = 1
         while shift < longest:
             sums[:-shift] += factor[: len(sums) - shift] * sums[shift:]
