@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
+from tandem.algos.checks import keep
 from tandem.algos.composition import LossSum, arguments, inputs_of, loss_sum, parameters_of, parts_of, types_of
 from tandem.algos.extra_terms import kl_term, squared_log_ratio
 from tandem.algos.policy_losses import cispo, ppo_clip, reinforce
 from tandem.algos.preferences import preference_term
 from tandem.algos.sequence_losses import sequence_clip
-from tandem.algos.terms import LossInputs, TokenLoss, keep, masked_mean, scope_of, whole_groups, whole_rows
+from tandem.algos.terms import LossInputs, TokenLoss, masked_mean, scope_of, whole_groups, whole_rows
 from tandem.errors import ColumnError, ConfigError
 from tandem.types import Metrics
 
