@@ -1,0 +1,127 @@
+"""Sharded training on two cores against one process on one: tokens a second of whole optimiser steps, both in one run.
+
+    python benchmarks/fsdp.py   # prints JSON; exits with 1 where two ranks are below GOAL times one
+
+A decoder of 10 million parameters, 16 rows of 64 to 256 tokens, GRPO with every column given, float32. `one` is a process
+that holds the model alone and gets all rows; `sharded` are two ranks with half of the tokens each; `apart` are the same
+two processes with the same halves, each with a model of its own and nothing to tell the other: what two cores can do
+here at all. Ways take turns and the best of several rounds counts, since noise only adds time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from tandem import device
+from tandem.algos.aggregation import loss_weights
+from tandem.algos.columns import loss_ref
+from tandem.algos.table import configure
+from tandem.data_proto import DataProto
+from tandem.device import Hardware
+from tandem.models.decoder import DecoderConfig, init_decoder
+from tandem.ports import Collect, Dispatch, register
+from tandem.runtime.dispatch import balanced
+from tandem.runtime.placement import Rank, ResourcePool, place
+from tandem.runtime.process import Processes, ProcessGroup
+from tandem.train.config import TrainConfig
+from tandem.train.fsdp import FsdpConfig, fsdp_engine
+from tandem.train.torch_engine import TorchEngine
+from tandem.types import Key
+
+GOAL, ROUNDS, LIMIT_S = 1.5, 4, 600.0
+SHAPE = DecoderConfig(
+    vocab_size=4096,
+    hidden_size=320,
+    intermediate_size=896,
+    num_layers=7,
+    num_heads=5,
+    num_kv_heads=5,
+    head_dim=64,
+    max_positions=512,
+)
+TRAIN = TrainConfig(micro_batch_tokens=1024)
+LOSS = loss_ref(configure("grpo"))
+
+
+def rows(ranks: int) -> DataProto:
+    seeded = torch.Generator().manual_seed(0)
+    lengths = torch.randint(64, 257, (16,), generator=seeded)
+    num = int(lengths.sum())
+    mask = torch.ones(num, dtype=torch.bool)
+    mask[lengths.cumsum(0) - lengths] = False
+    return DataProto.make(
+        (Key("bench", i) for i in range(len(lengths))),
+        lengths,
+        token={
+            "tokens": torch.randint(SHAPE.vocab_size, (num,), generator=seeded),
+            "mask": mask,
+            "old_logprobs": torch.full((num,), -8.3),
+            "advantages": torch.randn(num, generator=seeded),
+            "loss_weights": loss_weights(mask, lengths, ranks=ranks),
+        },
+        row={"temperature": torch.ones(len(lengths))},
+    )
+
+
+class Trainer:
+    """One rank, with an engine that shares its model with the others and one that does not."""
+
+    def __init__(self, rank: Rank) -> None:
+        device.configure_threads(1)
+        cpu = device.select("cpu")
+        batch = rows(rank.size)
+        self.part = batch.select(balanced(batch.lengths.tolist(), rank.size)[rank.index])
+        self.engines = {
+            "alone": TorchEngine(init_decoder(SHAPE, 0), TRAIN),
+            "sharded": fsdp_engine(init_decoder(SHAPE, 0), TRAIN, FsdpConfig(), cpu, limit_s=LIMIT_S),
+        }
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def step(self, engine: str) -> float:
+        """One optimiser step; its loss."""
+        metrics, _ = self.engines[engine].forward_backward(self.part, LOSS)
+        self.engines[engine].step()
+        return metrics["train/loss"].value
+
+
+async def measure(logs: Path) -> dict[str, float]:
+    num_tokens = rows(1).num_tokens
+    async with Processes(logs, limit_s=LIMIT_S) as runtime:
+        await runtime.start(place([ResourcePool("one", 1), ResourcePool("two", 2)], Hardware(cores=3)))
+        one, two = [await runtime.group("policy", pool, f"{__file__}:Trainer", collectives=True) for pool in ("one", "two")]
+        ways: dict[str, tuple[ProcessGroup, str]] = {"one": (one, "alone"), "sharded": (two, "sharded"), "apart": (two, "alone")}
+        seconds = dict.fromkeys(ways, float("inf"))
+        for round_ in range(ROUNDS + 1):
+            for way, (group, engine) in ways.items():
+                start = time.perf_counter()
+                losses = await group.call_each(Trainer.step, engine)
+                if round_:  # the first warms up
+                    seconds[way] = min(seconds[way], time.perf_counter() - start)
+                if way == "sharded":
+                    assert losses[0] == losses[1], losses
+    return {way: num_tokens / value for way, value in seconds.items()}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as logs:
+        rates = asyncio.run(measure(Path(logs)))
+    found = {
+        "parameters": sum(parameter.numel() for parameter in init_decoder(SHAPE, 0).parameters()),
+        "tokens_per_s": {way: round(rate) for way, rate in rates.items()},
+        "sharded_to_one": round(rates["sharded"] / rates["one"], 3),
+        "sharded_to_apart": round(rates["sharded"] / rates["apart"], 3),
+        "goal": GOAL,
+    }
+    print(json.dumps(found, indent=2))
+    sys.exit(found["sharded_to_one"] < GOAL)
+
+
+if __name__ == "__main__":
+    main()
