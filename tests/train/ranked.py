@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tandem import device
@@ -59,6 +61,13 @@ class Trainer:
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def evaluate(self, parts: Sequence[DataProto], loss: LossRef) -> Metrics:
         return self.engine.evaluate(parts[self.rank.index], loss)
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def reductions(self, parts: Sequence[DataProto], loss: LossRef) -> int:
+        """How often gradients are reduced over shards in one call."""
+        with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduce:
+            self.engine.forward_backward(parts[self.rank.index], loss)
+        return reduce.call_count
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def save(self, path: Path) -> None:

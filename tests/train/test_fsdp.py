@@ -25,7 +25,7 @@ from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import Key, Metrics
 from tests.train.ranked import Trained, Trainer, train, whole
-from tests.train.rows import make_rows, tiny_decoder
+from tests.train.rows import TINY, make_rows, tiny_decoder
 
 FACTORY = "tests.train.ranked:Trainer"
 GRPO = loss_ref(configure("grpo", {"kl_coef": 0.1}))
@@ -123,11 +123,20 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 # ------------------------------------------------------------------------------------------------- the same numbers
 
 
-@pytest.mark.parametrize(("replicas", "micro_batch_tokens"), [(1, 1), (1, 16), (1, 1000), (2, 16)])
-def test_two_ranks_train_as_one(pools: Pools, replicas: int, micro_batch_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "config"),
+    [
+        (1, replace(SGD, micro_batch_tokens=1)),
+        (1, SGD),
+        (1, replace(SGD, micro_batch_tokens=1000, activation_checkpointing=True)),
+        (2, SGD),
+    ],
+    ids=["row by row", "fsdp", "all rows, recomputed", "hsdp"],
+)
+def test_two_ranks_train_as_one(pools: Pools, replicas: int, config: TrainConfig) -> None:
     want = alone(5)
     for split in SPLITS:
-        pools.each(Trainer.make, replace(SGD, micro_batch_tokens=micro_batch_tokens), replicas)
+        pools.each(Trainer.make, config, replicas)
         ranks: list[Trained] = pools.each(Trainer.train, [split(batch) for batch in batches(5, 2)], GRPO)
         assert_close(blocks(ranks, "gradient"), whole(want.gradient))
         assert_close(blocks(ranks, "weights"), whole(want.weights))
@@ -136,6 +145,12 @@ def test_two_ranks_train_as_one(pools: Pools, replicas: int, micro_batch_tokens:
             assert merged.keys() == metrics.keys()
             for name, metric in metrics.items():
                 assert merged[name].value == pytest.approx(metric.value, rel=1e-6, abs=1e-6), (split.__name__, name)
+
+
+def test_gradients_of_all_micro_batches_are_reduced_once(pools: Pools) -> None:
+    pools.each(Trainer.make, replace(SGD, micro_batch_tokens=1))
+    groups = TINY.num_layers + 1
+    assert pools.each(Trainer.reductions, unevenly(weighted(make_rows(LENGTHS), 2)), GRPO) == [groups, groups]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -162,6 +162,29 @@ def test_bf16_products_train_float32_masters() -> None:
     assert torch.equal(out["logprobs"], engine.forward(batch, frozenset({"logprobs"}))["logprobs"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_activation_checkpointing_keeps_less_and_gives_the_same_bits(dtype: torch.dtype) -> None:
+    kept: list[int] = []
+    engines = [TorchEngine(tiny_decoder(dtype=dtype), TrainConfig(activation_checkpointing=on)) for on in (False, True)]
+    for engine in engines:
+        elements = 0
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal elements
+            elements += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            engine.decoder.prefill(make_rows([60, 60])["tokens"].view(2, 60))
+        kept.append(elements)
+        engine.forward_backward(make_rows([6, 4, 9, 3]), SFT)
+    assert kept[1] < kept[0] / 2
+    for plain, again in zip(*(engine.decoder.parameters() for engine in engines), strict=True):
+        assert plain.grad is not None
+        assert again.grad is not None
+        assert torch.equal(plain.grad, again.grad)
+
+
 def test_shards_are_the_storage_that_a_rollout_engine_reads() -> None:
     engine = TorchEngine(tiny_decoder(), TrainConfig())
     shards = {shard.name: shard.tensor for shard in engine.weight_shards()}

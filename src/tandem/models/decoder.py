@@ -21,6 +21,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tandem.errors import EngineError
@@ -213,7 +214,10 @@ class KVCache:
 
 
 class Decoder(nn.Module):
-    """See the module's docstring. config: the shape; dtype: the compute dtype (parameters stay float32)."""
+    """See the module's docstring. config: the shape; dtype: the compute dtype (parameters stay float32).
+
+    recompute: of a layer only the input is kept for the backward pass, which computes the rest again, the same bits.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -221,6 +225,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
+        self.recompute = False
         self.model = _Model(config, dtype)
         self.lm_head = None if config.tie_embeddings else _Projection(config.hidden_size, config.vocab_size, False)
         exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
@@ -300,8 +305,15 @@ class Decoder(nn.Module):
         weights: Sequence[LayerWeights | None] = [None] * len(layers)
         if cache is not None:
             weights = cache.layers = cache.layers or [layer.weights() for layer in layers]
+        again = self.recompute and torch.is_grad_enabled()
         for layer, cached in zip(layers, weights, strict=True):
-            x = layer(x, cos, sin, attend, cached)
+            if again:
+                x = cast(
+                    "Tensor",
+                    torch.utils.checkpoint.checkpoint(layer, x, cos, sin, attend, use_reentrant=False, preserve_rng_state=False),
+                )
+            else:
+                x = layer(x, cos, sin, attend, cached)
         return numerics.rms_norm(x, self.model.norm.weight, self.config.rms_eps).to(self.dtype)
 
     def _check(self, rows: int, length: int, cache: KVCache | None) -> None:

@@ -14,8 +14,9 @@ class TrainConfig:
     lr, betas, eps, weight_decay: of AdamW, for every parameter. schedule: how the learning rate goes down after
     `warmup_steps` updates of rising linearly; "linear" and "cosine" reach 0 after `total_steps` updates (0: when the run ends).
     max_grad_norm: the gradient's global norm is scaled down to it; .inf is off. micro_batch_tokens: tokens, padding
-    included, of one pass through the model; a longer row passes alone. max_nonfinite: how many steps in a row may be
-    refused for a NaN or an infinity before the run stops.
+    included, of one pass through the model; a longer row passes alone. activation_checkpointing: compute each layer again in
+    the backward pass instead of keeping what it computed: less memory, about a quarter more time. max_nonfinite: how
+    many steps in a row may be refused for a NaN or an infinity before the run stops.
     """
 
     lr: float = 3e-4
@@ -27,6 +28,7 @@ class TrainConfig:
     total_steps: int = 0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 4096
+    activation_checkpointing: bool = False
     max_nonfinite: int = 3
 
     def __post_init__(self) -> None:

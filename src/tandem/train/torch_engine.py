@@ -53,6 +53,7 @@ class TorchEngine:
         self.decoder = decoder
         self.config = config
         self._ranks: Ranks = ranks or OneRank(decoder)
+        decoder.recompute = config.activation_checkpointing
         self._parameters = dict(decoder.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
