@@ -29,6 +29,7 @@ from tandem.algos.columns import (
 from tandem.algos.corrections import icepop, token_tis
 from tandem.algos.returns import token_rewards
 from tandem.algos.table import configure
+from tandem.errors import ColumnError
 
 MASK, LENGTHS = torch.tensor([True, False, True, True]), torch.tensor([3, 1])
 GROUPS = torch.tensor([7, 7])
@@ -142,7 +143,7 @@ def test_arguments_are_columns_by_name() -> None:
     assert bound(token_tis, given) == [MASK, LENGTHS, GROUPS]
     optional = bound(token_rewards, {"rewards": MASK, "mask": LENGTHS, "lengths": GROUPS, "ref_logprobs": MASK})
     assert [each is None for each in optional] == [False, False, False, True, False, True][: len(optional)]
-    with pytest.raises(KeyError):
+    with pytest.raises(ColumnError, match="reads column 'rollout_logprobs'"):
         bound(token_tis, {"old_logprobs": MASK, "mask": GROUPS})
 
 

@@ -410,3 +410,60 @@ def test_which_treat_a_row_as_one() -> None:
     single = ("token_tis", "icepop", "kpop", "token_trust_region", "m2po", "rejection_sampling")
     assert {scope_of(getattr(corrections, name)) for name in whole} == {"row"}
     assert {scope_of(getattr(corrections, name)) for name in single} == {"token"}
+
+
+# ------------------------------------------------------------------------------------------ edges and precision
+
+
+def test_one_token_has_the_mean_weight() -> None:
+    found = corrections.token_tis(*columns([1.5, 9.0]), torch.tensor([True, False]), normalize=True)
+    assert found.column.tolist() == [1.0, 0.0]
+
+
+def test_a_divergence_on_its_bound_is_inside() -> None:
+    old, rollout = torch.tensor([0.999]).double().log(), torch.tensor([0.99]).double().log()
+    one, length = torch.tensor([True]), torch.tensor([1])
+    for first, second in ((old, rollout), (rollout, old)):
+        high = max(binary_kl(first, second).item(), binary_kl(second, first).item())
+        assert corrections.kpop(first, second, one, high=high).kept.all()
+        seen = binary_kl(second, first).item()
+        assert corrections.token_trust_region(first, second, one, high=seen).kept.all()
+        assert corrections.sequence_trust_region(first, second, one, length, high=seen).kept.all()
+
+
+def test_rows_without_a_counted_token_are_neither_dropped_nor_kept() -> None:
+    mask, lengths = torch.tensor([True, False]), torch.tensor([1, 1])
+    found = corrections.sequence_mask(*columns([9.0, 9.0]), mask, lengths)
+    assert filtered(found) == (1.0, 1.0)
+
+
+def test_bounds_are_compared_in_float64() -> None:
+    """In float32, 1.3 is a little less and 0.6 a little more."""
+    ratios = [1 / 1.3, 1 / 0.6]
+    logs = torch.tensor([math.log(1.3), math.log(0.6)], dtype=torch.float64)
+    assert [1 / ratio for ratio in ratios] == pytest.approx([1.3, 0.6])
+    found = corrections.rejection_sampling(
+        -logs, torch.zeros_like(logs), torch.tensor([True, True]), torch.tensor([2]), mode="token_k1", threshold="0.6_1.3"
+    )
+    assert found.kept.tolist() == [True, True]
+
+
+def test_probabilities_are_compared_in_float64() -> None:
+    """exp(-1e-9) is 1 in float32."""
+    for old, rollout in ((0.0, -1e-9), (-1e-9, 0.0)):
+        columns = torch.tensor([old]), torch.tensor([rollout])
+        for high, kept in ((2e-9, True), (5e-10, False)):
+            found = corrections.token_trust_region(*columns, torch.tensor([True]), divergence="tv", high=high)
+            assert bool(found.kept) is kept
+
+
+def test_squares_of_tiny_log_ratios_do_not_vanish() -> None:
+    found = corrections.m2po(torch.tensor([1e-25, 0.0]), torch.zeros(2), torch.tensor([True, True]), m2_threshold=1e-55)
+    assert found.kept.tolist() == [False, True]
+
+
+def test_low_precision_is_widened_before_the_difference() -> None:
+    """-8 + 2^-7 takes more digits than bfloat16 has."""
+    old, rollout = torch.tensor([-8.0]).bfloat16(), torch.tensor([-(2.0**-7)]).bfloat16()
+    found = corrections.icepop(old, rollout, torch.tensor([True]), low=0.0)
+    assert found.weights.item() == pytest.approx(math.exp(-8 + 2**-7), rel=1e-6)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tandem.algos.kl import KLGradient, kl_divergence
+from tandem.algos.kl import KLGradient, check_kl_target, kl_divergence
 
 
 @pytest.mark.parametrize("gradient", ["direct", "straight_through", "unbiased"])
@@ -53,3 +53,18 @@ def test_the_weight_of_a_token_is_bounded() -> None:
     (found,) = torch.autograd.grad(unbiased.sum(), logprobs)
     want = [math.exp(1) / 2, 5.0, math.exp(-20) / 2, 5.0]
     assert found.tolist() == pytest.approx(want, rel=1e-9)
+
+
+def test_what_an_adaptive_coefficient_begins_with() -> None:
+    check_kl_target(0.0, None, 0)
+    check_kl_target(0.1, 1e-3, 1)
+    for coef, target, horizon in (
+        (0.1, 0.0, 1),
+        (0.1, -1.0, 1),
+        (0.1, math.nan, 1),
+        (0.1, 1.0, 0),
+        (0.0, 1.0, 1),
+        (math.nan, 1.0, 1),
+    ):
+        with pytest.raises(ValueError, match="coefficient"):
+            check_kl_target(coef, target, horizon)

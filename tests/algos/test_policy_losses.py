@@ -157,6 +157,11 @@ def test_what_is_reported_of_a_batch(name: str, params: dict[str, float], own: d
     assert found["ratio"].count == 4
 
 
+def test_the_largest_ratio_is_one_of_a_token_that_counts() -> None:
+    found = importance_weighted(inputs([0.5, 9.0, 0.25], [1.0, 1.0, 1.0], [True, False, True])).metrics["ratio_max"]
+    assert (found.value, found.reduction) == (pytest.approx(0.5), "max")
+
+
 def test_no_metric_of_a_batch_without_tokens_fails() -> None:
     none = LossInputs(
         torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), dict.fromkeys(COLUMNS, torch.zeros(0))

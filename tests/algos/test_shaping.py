@@ -67,3 +67,16 @@ def test_what_ran_out_of_tokens_earns_less() -> None:
     assert stop_properly(rewards, truncated, coef=0.5).tolist() == [0.5, -1.0, 1.0]
     assert stop_properly(rewards, truncated, coef=0.0).tolist() == [0.0, -1.0, 0.0]
     assert stop_properly(rewards, truncated, coef=-1.5).tolist() == [-1.5, -1.0, -1.5]
+
+
+def test_shares_are_added_up_in_float64_and_end_at_one() -> None:
+    """A third is more in float32; ten tenths are less than 1, and the last number there is must still draw the last episode."""
+    thirds = resample_counts(torch.ones(3), torch.tensor([0.33333334, 0.0, 0.0], dtype=torch.float64))
+    assert thirds.tolist() == [2, 1, 0]
+    tenths = resample_counts(torch.ones(10), torch.full((10,), 1 - 2.0**-53, dtype=torch.float64))
+    assert tenths.tolist() == [0] * 9 + [10]
+
+
+@pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])
+def test_weights_have_the_precision_of_the_scores(method: Resampling) -> None:
+    assert resampling_weights(torch.ones(2, dtype=torch.float64), method=method).dtype == torch.float64
