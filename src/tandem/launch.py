@@ -89,6 +89,7 @@ _CONTINUES = (
     "rollout.group",
     "reference.",
     "teacher.",
+    "critic.path",
     "process_model.path",
 )
 """Values that a resumed run must share with what it goes on with."""

@@ -91,9 +91,10 @@ class TrainEngine(Protocol):
     def forward(self, batch: DataProto, want: frozenset[str], *, top: int = 0) -> DataProto:
         """No gradient. Returns the same rows (keys, lengths) with the wanted token columns only.
 
-        want: "logprobs" (float32 [N], of each masked token given those before it in its row, 0 elsewhere), "entropy"
-        (likewise), "top_ids" and "top_logprobs" (int64 and float32 [N, top], the likeliest tokens at each masked place,
-        likeliest first, 0 elsewhere). Raises ColumnError for anything that the engine cannot give.
+        want, of a policy: "logprobs" (float32 [N], of each masked token given those before it in its row, 0 elsewhere),
+        "entropy" and "sum_pi_squared" (likewise, of the distribution it was drawn from), "top_ids" and "top_logprobs" (int64
+        and float32 [N, top], the likeliest tokens at each masked place, likeliest first). Of a value model: "values" (float32
+        [N], of the state in which each masked token was chosen). Raises ColumnError for anything that the engine cannot give.
         """
         ...
 
@@ -102,7 +103,7 @@ class TrainEngine(Protocol):
 
         batch has `loss_weights` (float32 [N], aggregation and global denominators included: the engine never
         normalises) and what the named loss reads; with column `teacher_topk_ids` (int64 [N, K]) the loss is given the
-        logprobs of those tokens too. The second result holds `logprobs` of this pass.
+        logprobs of those tokens too. The second result holds `logprobs` (or `values`) of this pass.
         """
         ...
 

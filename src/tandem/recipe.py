@@ -158,10 +158,11 @@ class TeacherSection:
 
 @dataclass(frozen=True)
 class TrainedSection:
-    """A model that is trained beside the policy: a process reward model. Any further key is a parameter of its objective.
+    """A model that is trained beside the policy: a critic, a process reward model. Any further key is a parameter of its objective.
 
-    path: a Hugging Face directory with the vocabulary of the policy; without it, the policy as it began. train: its
-    optimiser. warmup_steps: steps of the run in which the policy is not trained yet.
+    path: a Hugging Face directory with the vocabulary of the policy; without it, the policy as it began. A critic without a
+    value head there begins with one of zeros. train: its optimiser. warmup_steps: steps of the run in which the policy is not
+    trained yet.
     """
 
     EXTRA: ClassVar[str] = "params"
@@ -219,6 +220,7 @@ class Recipe:
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reference: ReferenceSection | None = None
     teacher: TeacherSection | None = None
+    critic: TrainedSection | None = None
     process_model: TrainedSection | None = None
     agent: AgentSection = field(default_factory=AgentSection)
     reward: RewardConfig | None = None

@@ -98,6 +98,7 @@ def make_batch(
         "teacher_topk_logprobs": -torch.rand(total, 3, generator=seeded, dtype=torch.float64) - 1.2,
         "topk_logprobs": -torch.rand(total, 3, generator=seeded, dtype=torch.float64) - 1.2,
         "values": drawn(total),
+        "returns": drawn(total),
         "prm_logprobs": near(old, 0.5),
         "sum_pi_squared": torch.rand(total, generator=seeded, dtype=torch.float64),
         "uniforms": torch.rand(total, generator=seeded, dtype=torch.float64),

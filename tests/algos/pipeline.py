@@ -77,10 +77,10 @@ def with_columns(chosen: Algorithm, rows: Rows) -> Rows:
 
 
 def token_loss(chosen: Algorithm, rows: Rows, logprobs: Tensor, at_topk: Tensor | None = None) -> TokenLoss:
-    """What each token costs, and metrics."""
+    """What each token costs, and metrics. A critic's values are what the model gives in place of logprobs."""
     loss = loss_ref(chosen)
     columns = {name: rows[name] for name in rows if name != "correction" or "correction" in chosen.needs}
-    inputs = LossInputs(logprobs, rows["mask"], rows["lengths"], columns, groups=rows["groups"], at_topk=at_topk)
+    inputs = LossInputs(logprobs, rows["mask"], rows["lengths"], columns, groups=rows["groups"], at_topk=at_topk, values=logprobs)
     return loss_function(loss.name)(inputs, **loss.params)
 
 

@@ -44,7 +44,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "value out of range": (("sampling.temperature=-1",), ("temperature", "-1")),
     "unknown algorithm": (("algorithm=gpro",), ("gpro", "grpo")),
     "unknown algorithm parameter": (("algorithm.clip_hi=0.3",), ("clip_hi", "clip_high")),
-    "an algorithm that needs a critic": (("algorithm=ppo",), ("ppo", "values")),
+    "a critic that nothing reads": (("critic.train.lr=1e-3",), ("critic", "grpo", "values")),
     "unknown task": (("data.train.task=calculater",), ("calculater", "calculator")),
     "unknown environment": (("agent.env=calc",), ("calc", "calculator")),
     "missing dataset": (("data.train.task=null", "data.train.path=no/such.jsonl"), ("no/such.jsonl",)),

@@ -98,8 +98,8 @@ def test_what_has_a_state_of_its_own_goes_on_from_there(tmp_path: Path) -> None:
     assert len(set(coefs)) == 4
 
 
-ROLES = ["algorithm=prime", "process_model.train.lr=0.003", "learner.minibatches=1"]
-"""Beside the policy: a reference that is a copy of it, and a process model that starts as one and is trained."""
+ROLES = ["algorithm={name: ppo, kl_coef: 0.1}", "critic={train: {lr: 0.003}, warmup_steps: 1}", "learner.minibatches=1"]
+"""Beside the policy: a reference that is a copy of it, and a critic that starts as one and is trained first."""
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def undisturbed_roles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "crash", ["initial.before_rename:1", "snapshot.part.process_model:1", "update.after_step:11", "snapshot.part.process_model:3"]
+    "crash", ["initial.before_rename:1", "snapshot.part.critic:1", "update.after_step:11", "snapshot.part.critic:3"]
 )
 def test_models_beside_the_policy_go_on_too(crash: str, undisturbed_roles: dict[str, Any], tmp_path: Path) -> None:
     arguments = ["train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}", *ROLES]

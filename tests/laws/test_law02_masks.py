@@ -127,7 +127,7 @@ BREAKERS = [
     Breaker(
         law=2,
         name="pad ids are masked out by value",
-        target="tandem.train.torch_engine:row_logprobs",
+        target="tandem.train.outputs:row_logprobs",
         replacement=_mask_without_pad_ids,
         check=check_tokens_that_look_like_padding_are_trained_on,
     ),

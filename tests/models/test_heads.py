@@ -9,7 +9,8 @@ from torch import Tensor
 from tandem.errors import ColumnError
 from tandem.models import heads
 from tandem.models.decoder import Decoder
-from tandem.models.heads import next_logprobs, row_logprobs, row_top, token_logprobs, top_logprobs
+from tandem.models.heads import next_logprobs, row_logprobs, row_sum_pi_squared, row_top, row_values, token_logprobs, top_logprobs
+from tandem.models.values import VALUE_HEAD, ValueModel
 from tests.models.tiny import config, loud, tokens
 
 M = 70
@@ -162,3 +163,28 @@ def test_rows_look_up_what_they_are_told_to() -> None:
     assert torch.equal(found, logprobs)
     own, _ = row_logprobs(decoder, rows, lengths, mask, torch.ones(2), targets=rows[:, :, None])
     assert torch.equal(own[:, :, 0], row_logprobs(decoder, rows, lengths, mask, torch.ones(2))[0])
+
+
+def test_a_value_is_that_of_the_state_before_its_token() -> None:
+    model = ValueModel(config())
+    model.load_state_dict({**loud(config()).state_dict(), VALUE_HEAD: torch.randn(1, config().hidden_size)})
+    rows, lengths, mask = tokens(2, 6), torch.tensor([6, 4]), torch.zeros(2, 6, dtype=torch.bool)
+    mask[0, 2:], mask[1, 3] = True, True
+    values = row_values(model, rows, lengths, mask)
+    assert torch.equal(values != 0, mask)
+    for b, t in mask.nonzero().tolist():
+        (want,) = model.values(model.prefill(rows[b : b + 1, :t])[0, -1:])
+        torch.testing.assert_close(values[b, t], want, rtol=0, atol=1e-5)
+
+
+def test_the_sum_of_squared_probabilities() -> None:
+    decoder = loud(config())
+    rows, lengths, mask = tokens(2, 6), torch.tensor([6, 4]), torch.zeros(2, 6, dtype=torch.bool)
+    mask[0, 2:], mask[1, 3] = True, True
+    temperature = torch.tensor([0.5, 0.0])
+    found = row_sum_pi_squared(decoder, rows, lengths, mask, temperature)
+    assert torch.equal(found != 0, mask)
+    for b, t in mask.nonzero().tolist():
+        logits = decoder.prefill(rows[b : b + 1, :t])[0, -1].double() @ decoder.output_weight.double().T
+        chances = (logits.detach() / (float(temperature[b]) or 1.0)).softmax(0)
+        assert float(found[b, t]) == pytest.approx(float((chances**2).sum()), rel=1e-4)

@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from tandem.errors import ModelError, SnapshotError
 from tandem.models.decoder import Decoder
-from tandem.models.hf import load_decoder, save_decoder
+from tandem.models.hf import load_decoder, load_value_model, save_decoder
 from tests.models.tiny import config, loud, tokens
 
 SHAPE: dict[str, Any] = {
@@ -211,3 +218,26 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SnapshotError, match=r"cannot write the model to .*file"):
         save_decoder(Decoder(config()), tmp_path / "file")
+
+
+def test_a_value_model_is_transformers_classifier_of_one_label(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = AutoModelForSequenceClassification.from_config(
+        Qwen2Config(**SHAPE, num_labels=1, pad_token_id=0), attn_implementation="eager"
+    ).eval()
+    theirs.save_pretrained(tmp_path)
+    ours, rows = load_value_model(tmp_path), tokens(1, 9)
+    with torch.no_grad():
+        found = ours.values(ours.prefill(rows)[0])
+        for length in (1, 4, 9):
+            want = theirs(rows[:, :length]).logits[0, 0]
+            torch.testing.assert_close(found[length - 1], want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_value_model_takes_the_body_of_a_language_model(tmp_path: Path) -> None:
+    decoder = loud(config(tie_embeddings=False))
+    save_decoder(decoder, tmp_path)
+    model, rows = load_value_model(tmp_path), tokens(2, 5)
+    assert torch.equal(model.prefill(rows), decoder.prefill(rows))
+    assert not model.values(model.prefill(rows)[0]).any()
+    assert "lm_head.weight" not in dict(model.named_parameters())

@@ -48,6 +48,8 @@ def make_rows(lengths: list[int], seed: int = 0, *, aggregation: Aggregation = "
             "old_logprobs": torch.where(mask, -2.5 + noise(0.3), 0.0),
             "ref_logprobs": torch.where(mask, -2.5 + noise(0.3), 0.0),
             "advantages": torch.where(mask, noise(1.0), 0.0),
+            "values": torch.where(mask, noise(0.1), 0.0),
+            "returns": torch.where(mask, 2 + noise(0.1), 0.0),
             "loss_weights": loss_weights(mask, sizes, aggregation=aggregation),
         },
         row={"temperature": torch.ones(len(lengths))},

@@ -14,7 +14,7 @@ from tandem.algos.table import configure
 from tandem.algos.terms import LossInputs, TokenLoss
 from tandem.errors import NonFiniteError
 from tandem.models.decoder import init_decoder
-from tandem.train import torch_engine
+from tandem.train import outputs
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import LossRef, Metrics
@@ -47,8 +47,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         shapes.append(tuple(tokens.shape))
         return whole(decoder, tokens, *rest)
 
-    whole = torch_engine.row_logprobs
-    monkeypatch.setattr(torch_engine, "row_logprobs", watched)
+    whole = outputs.row_logprobs
+    monkeypatch.setattr(outputs, "row_logprobs", watched)
     return shapes
 
 

@@ -40,6 +40,7 @@ LOSSES = {
     "preference": f"{_HERE}.preferences:preference_term",
     "chosen_nll": f"{_HERE}.preferences:chosen_nll",
     **{name: f"{_HERE}.distillation:{name}" for name in ("topk_distillation", "jsd_distillation")},
+    "value": f"{_HERE}.values:value_term",
     "implicit_reward": f"{_HERE}.preferences:implicit_reward_term",
 }
 ADVANTAGES = {

@@ -217,7 +217,7 @@ NOTES: dict[str, Note] = {
     ),
     "ppo": Note(
         "A critic's advantages, whitened, and the clipped ratio.",
-        "Dense or token rewards, and when a critic is affordable; needs column values.",
+        "Dense or token rewards, and when a critic is affordable.",
         {"verl": "dual_clip=3.0", "OpenRLHF": "whiten_ddof=0 reward_kl_coef=0.01", "ROLL": "lam=0.95", "NeMo-RL": "kl_coef=0.01"},
     ),
     "turn_ppo": Note(
@@ -231,7 +231,7 @@ NOTES: dict[str, Note] = {
     ),
     "vapo": Note(
         "PPO with a length-adaptive lambda and imitation of correct responses.",
-        "Long reasoning with a pre-trained critic; needs column values.",
+        "Long reasoning, with a critic that is trained first: critic.warmup_steps.",
         {"NeMo-RL": "its NLL is normalised a micro-batch at a time", "AReaL": "one adaptive lambda for critic and policy"},
     ),
     "prime": Note(
@@ -248,6 +248,17 @@ NOTES: dict[str, Note] = {
         "A group's reward advantage plus the teacher's pull.",
         "A reward and a teacher at once: teacher.path.",
         {"slime": "distillation_coef=1.0", "ROLL": "distillation_coef=1.0"},
+    ),
+    "value": Note(
+        "A critic's regression on returns, clipped around what it said before the update.",
+        "The objective of critic, beside ppo and vapo; not for a policy.",
+        {
+            "verl": "the defaults",
+            "OpenRLHF": "the defaults",
+            "SkyRL": "value_clip=0.2 aggregation=seq-mean-token-mean",
+            "slime": "value_clip=0.2 value_scale=1.0",
+            "AReaL": "the defaults, or huber_delta=10.0",
+        },
     ),
     "implicit_prm": Note(
         "A process reward model that learns from outcomes alone.",

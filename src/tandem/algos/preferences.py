@@ -102,7 +102,9 @@ def preference_term(
     per_token: means over a response in place of sums, for ipo only (TRL, AReaL).
     """
     pairs_P2 = rows_of_pairs(inputs)
-    logprobs_B, ref_B = (row_sum(column, inputs.mask, inputs.lengths) for column in (inputs.logprobs, inputs.token("ref_logprobs")))
+    logprobs_B, ref_B = (
+        row_sum(column, inputs.mask, inputs.lengths) for column in (inputs.policy_logprobs, inputs.token("ref_logprobs"))
+    )
     lengths_P2 = row_counts(inputs.mask, inputs.lengths)[pairs_P2] if per_token else None
     result = preference_loss(
         logprobs_B[pairs_P2],

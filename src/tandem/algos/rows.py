@@ -314,6 +314,13 @@ ROWS = (
     ),
     # ------------------------------------------------------------------------- what models beside the policy learn
     Algorithm(
+        name="value",
+        source="Proximal Policy Optimization, arXiv 1707.06347",
+        advantage=None,
+        loss="value",
+        params={"aggregation": "token-mean"},
+    ),
+    Algorithm(
         name="implicit_prm",
         source="Free process rewards without process labels, arXiv 2412.01981",
         advantage=None,

@@ -179,7 +179,7 @@ def _reads(algorithm: Algorithm) -> frozenset[str]:
     """The columns that an update reads: those that its loss asks for with these parameters, when it is given two rows."""
     columns, loss, ones = _AnyColumn(), loss_ref(algorithm), torch.ones(2, dtype=torch.int64)
     zeros, group = torch.zeros(2), torch.zeros_like(ones)
-    inputs = LossInputs(zeros, ones.bool(), ones, columns, groups=group, at_topk=torch.zeros(2, 1))
+    inputs = LossInputs(zeros, ones.bool(), ones, columns, groups=group, at_topk=torch.zeros(2, 1), values=zeros)
     loss_function(loss.name)(inputs, **loss.params)
     chosen = {CORRECTION: "correction", "resample_counts": "resampling"}
     more = {column for column, parameter in chosen.items() if algorithm.params.get(parameter)}

@@ -28,7 +28,8 @@ TOPK_IDS = "teacher_topk_ids"
 class LossInputs:
     """Rows from their first token to their last counted one at least, packed.
 
-    logprobs: [N], with gradient, of each token under the policy being trained. mask: bool [N], the tokens that count.
+    logprobs: [N], with gradient, of each token under the model being trained; None where that gives values instead, which are
+    in `values`, [N] with gradient. mask: bool [N], the tokens that count.
     lengths: int64 [B]. columns: the batch's tensors by name, token level [N] or row level [B], without gradient.
     entropy: [N] of the policy's distribution at each token, where the engine gives it. groups: int64 [B], the same for rows
     of one group; a loss that is marked `whole_groups` finds all rows of a group here. at_topk: [N, K], with gradient, the
@@ -38,7 +39,7 @@ class LossInputs:
     where it counts and is not finite. Whether `logprobs` are is for the engine to judge, with the loss.
     """
 
-    logprobs: Tensor
+    logprobs: Tensor | None
     mask: Tensor
     lengths: Tensor
     columns: Mapping[str, Tensor]
@@ -46,17 +47,24 @@ class LossInputs:
     groups: Tensor | None = None
     at_topk: Tensor | None = None
     keys: Sequence[object] = ()
+    values: Tensor | None = None
     _kept: dict[str, Tensor] = field(default_factory=dict[str, Tensor], init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_layout(self.mask, self.lengths)
-        if self.logprobs.shape != self.mask.shape:
-            raise ColumnError(f"logprobs have shape {list(self.logprobs.shape)} and column 'mask' {list(self.mask.shape)}")
+        for name, output in (("logprobs", self.logprobs), ("values", self.values)):
+            if output is not None and output.shape != self.mask.shape:
+                raise ColumnError(f"{name} have shape {list(output.shape)} and column 'mask' {list(self.mask.shape)}")
 
     @property
     def policy_logprobs(self) -> Tensor:
         """`logprobs` in float32 or better, 0 where masked: what stands there reaches neither loss nor gradient."""
-        return self._keep(self.logprobs)
+        return self._keep(self._given(self.logprobs, "logprobs"))
+
+    @property
+    def new_values(self) -> Tensor:
+        """`values`, likewise; column values is what they were before the update."""
+        return self._keep(self._given(self.values, "values"))
 
     def token(self, name: str) -> Tensor:
         """Token column `name` in float32 or better, 0 where masked."""
@@ -94,6 +102,11 @@ class LossInputs:
 
     def _keep(self, values_N: Tensor) -> Tensor:
         return keep(values_N, self.mask, self.num_counted)
+
+    def _given(self, output: Tensor | None, name: str) -> Tensor:
+        if output is None:
+            raise ColumnError(f"the loss reads {name} of the model, which does not give them")
+        return output
 
     def _column(self, name: str, size: int, axis: str) -> Tensor:
         if name not in self.columns:

@@ -1,4 +1,4 @@
-"""The critic's loss, token by token.
+"""The critic's loss, token by token, and how much of its returns it explains.
 
 Legend: N packed tokens; V values, G returns.
 """
@@ -11,8 +11,10 @@ from torch.nn.functional import huber_loss
 
 from tandem.algos.checks import checked
 from tandem.algos.ratios import check
-from tandem.algos.terms import TokenLoss, masked_mean
-from tandem.types import Metrics
+from tandem.algos.terms import LossInputs, TokenLoss, masked_mean
+from tandem.types import Metric, Metrics
+
+_ROUNDING = 1e-10  # of the variance of returns, each of which is an advantage and a value added up in float32
 
 
 @checked
@@ -49,3 +51,28 @@ def value_loss(
         metrics["value_clip_fraction"] = masked_mean(clipped > loss, mask_N)
         loss = torch.maximum(loss, clipped)
     return TokenLoss({"value": value_scale * loss}, Metrics(metrics))
+
+
+def value_term(
+    inputs: LossInputs, *, value_clip: float | None = 0.5, value_scale: float = 0.5, huber_delta: float | None = None
+) -> TokenLoss:
+    """value_scale max((V - G)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - G)^2), term "value" (PPO): see `value_loss`.
+
+    V is what the model gives; reads columns values (V_old) and returns (G).
+    """
+    old, returns = inputs.token("values"), inputs.token("returns")
+    return value_loss(
+        inputs.new_values, old, returns, inputs.mask, value_clip=value_clip, value_scale=value_scale, huber_delta=huber_delta
+    )
+
+
+def explained_variance(values_N: Tensor, returns_N: Tensor, mask_N: Tensor) -> Metric:
+    """1 - Var(G - V) / Var(G) over the tokens that count: 1 where the critic knows the returns, 0 where it knows their mean.
+
+    Nothing (a mean of no count) where the returns do not vary by more than rounding.
+    """
+    values, returns = values_N[mask_N].double(), returns_N[mask_N].double()
+    spread = returns.var(correction=0).item() if len(returns) else 0.0
+    if spread < _ROUNDING:
+        return Metric(0.0, 0.0)
+    return Metric(1 - (returns - values).var(correction=0).item() / spread)

@@ -13,6 +13,7 @@ from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import Form, build_dataset
 from tandem.checkpoint.in_place import InPlace
 from tandem.errors import ConfigError, PlanError
+from tandem.ports import WorkerGroup
 from tandem.queue.memory import MemoryQueue
 from tandem.recipe import DatasetSection, Recipe
 from tandem.rollout.native import NativeEngine
@@ -103,15 +104,11 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
     updates = _updates(recipe.trainer.steps - roles.warmup_steps, recipe.learner)
     engine = TorchEngine(model.decoder, recipe.train.over(updates))
     workers = InlineGroup((TrainWorker(engine, queue, chosen),))
-    if chosen.params.get("bypass"):
-        old_logprobs = stages.bypass(queue)
-    else:
-        outputs = {"old_logprobs": "logprobs"}
-        old_logprobs = stages.model_outputs("old_logprobs", workers, outputs, "current", against="rollout_logprobs")
+    of_policy = _policy_stages(chosen, workers, queue)
     derived = stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived"))
     resample = stages.resample(chosen, queue, seed=seed_of(recipe.seed, "resample"))
     kl = KLControls(chosen)
-    known = (stages.advantages(chosen, queue), old_logprobs, resample, *derived, *kl.stages(queue), *roles.stages)
+    known = (stages.advantages(chosen, queue), *of_policy, resample, *derived, *kl.stages(queue), *roles.stages)
     planned = _planned(chosen.needs | roles.needs, RolloutSource.columns, known, chosen)
     source = RolloutSource(
         dataset=build_dataset(recipe.data.train, "train", seed_of(recipe.seed, "tasks")),
@@ -150,6 +147,18 @@ def _planned(needs: frozenset[str], have: frozenset[str], stages: Sequence[Batch
         return plan(needs, have, stages)
     except PlanError as problem:
         raise ConfigError(f"algorithm {chosen.name} cannot be trained with yet: {problem}") from problem
+
+
+def _policy_stages(chosen: Algorithm, workers: WorkerGroup, queue: MemoryQueue) -> list[BatchStage]:
+    """What the policy gives before its update, in one pass; with bypass the sampler's logprobs stand for its own."""
+    outputs = {"old_logprobs": "logprobs"}
+    if "sum_pi_squared" in reads(chosen):
+        outputs["sum_pi_squared"] = "sum_pi_squared"
+    if not chosen.params.get("bypass"):
+        return [stages.model_outputs("old_logprobs", workers, outputs, "current", against="rollout_logprobs")]
+    del outputs["old_logprobs"]
+    own = [stages.model_outputs("policy", workers, outputs, "current")] if outputs else []
+    return [stages.bypass(queue), *own]
 
 
 def _check_batch(recipe: Recipe, chosen: Algorithm) -> None:

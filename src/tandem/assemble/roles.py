@@ -16,7 +16,8 @@ from tandem.algos.table import configure
 from tandem.assemble.model import Model, check_fit
 from tandem.errors import ConfigError
 from tandem.models.decoder import Decoder
-from tandem.models.hf import load_decoder, load_weights
+from tandem.models.hf import load_decoder, load_value_model, load_weights
+from tandem.models.values import ValueModel
 from tandem.ports import TransferQueue, WorkerGroup
 from tandem.recipe import Recipe, ReferenceSection, TeacherSection, TrainedSection
 from tandem.runtime.inline import InlineGroup
@@ -33,14 +34,16 @@ from tandem.types import Algorithm
 @dataclass(frozen=True)
 class Kind:
     """What a role is for. outputs: its columns, and the output of its engine that each is. objective: the row that it is
-    trained for; None: it is frozen.
+    trained for; None: it is frozen. model: what holds its weights.
     """
 
     outputs: Mapping[str, str]
     objective: str | None = None
+    model: type[Decoder] = Decoder
 
 
 KINDS: Mapping[str, Kind] = {
+    "critic": Kind({"values": "values"}, "value", ValueModel),
     "process_model": Kind({"prm_logprobs": "logprobs"}, "implicit_prm"),
     "reference": Kind({"ref_logprobs": "logprobs"}),
     "teacher": Kind({"teacher_logprobs": "logprobs", "teacher_topk_ids": "top_ids", "teacher_topk_logprobs": "top_logprobs"}),
@@ -133,7 +136,7 @@ def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, queue: Trans
         path = section.path if section is not None else None
         if path is None and name == "teacher":
             raise ConfigError(f"{algorithm.name} learns from a teacher: give teacher.path, a Hugging Face directory")
-        decoder = Decoder(model.decoder.config, model.decoder.dtype) if path is None else _load(name, path, recipe, model)
+        decoder = _copied(name, model) if path is None else _load(name, path, recipe, model)
         if objective is None:
             engine = TorchEngine(decoder, TrainConfig(micro_batch_tokens=recipe.train.micro_batch_tokens))
             topk = cast("int", algorithm.params["topk"]) if "top_ids" in outputs.values() else 0
@@ -173,8 +176,17 @@ def _objective(recipe: Recipe, name: str, row_name: str, algorithm: Algorithm) -
 
 
 def _section(recipe: Recipe, name: str) -> ReferenceSection | TeacherSection | TrainedSection | None:
-    sections = {"process_model": recipe.process_model, "reference": recipe.reference, "teacher": recipe.teacher}
-    return sections[name]
+    return {
+        "critic": recipe.critic,
+        "process_model": recipe.process_model,
+        "reference": recipe.reference,
+        "teacher": recipe.teacher,
+    }[name]
+
+
+def _copied(name: str, model: Model) -> Decoder:
+    """A model like the policy, whose weights come when the phase begins."""
+    return KINDS[name].model(model.decoder.config, model.decoder.dtype)
 
 
 def _load(name: str, path: Path, recipe: Recipe, model: Model) -> Decoder:
@@ -186,6 +198,7 @@ def _load(name: str, path: Path, recipe: Recipe, model: Model) -> Decoder:
             f"{name}.path={path} has another vocabulary than the policy, whose tokens it must score: {len(differ)} tokens differ, "
             f"the first is {first!r}, {mine.get(first, 'absent')} in the policy's and {theirs.get(first, 'absent')} there"
         )
-    decoder = load_decoder(path, model.decoder.dtype)
+    load = load_value_model if KINDS[name].model is ValueModel else load_decoder
+    decoder = load(path, model.decoder.dtype)
     check_fit(decoder, model.tokenizer, recipe, f"{name}.path={path}")
     return decoder

@@ -103,7 +103,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # ------------------------------------------------------------------------- parameters, by their Hugging Face names
 
 
-class _Projection(nn.Module):
+class Projection(nn.Module):
+    """A weight [outputs, inputs], zeros at first, with a bias or without."""
+
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(outputs, inputs))
@@ -126,10 +128,10 @@ class _Norm(nn.Module):
 class _SelfAttention(nn.Module):
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
-        self.q_proj = _Projection(c.hidden_size, c.num_heads * c.head_dim, c.attention_bias)
-        self.k_proj = _Projection(c.hidden_size, c.num_kv_heads * c.head_dim, c.attention_bias)
-        self.v_proj = _Projection(c.hidden_size, c.num_kv_heads * c.head_dim, c.attention_bias)
-        self.o_proj = _Projection(c.num_heads * c.head_dim, c.hidden_size, c.output_bias)
+        self.q_proj = Projection(c.hidden_size, c.num_heads * c.head_dim, c.attention_bias)
+        self.k_proj = Projection(c.hidden_size, c.num_kv_heads * c.head_dim, c.attention_bias)
+        self.v_proj = Projection(c.hidden_size, c.num_kv_heads * c.head_dim, c.attention_bias)
+        self.o_proj = Projection(c.num_heads * c.head_dim, c.hidden_size, c.output_bias)
         self.q_norm = _Norm(c.head_dim) if c.qk_norm else None
         self.k_norm = _Norm(c.head_dim) if c.qk_norm else None
 
@@ -137,9 +139,9 @@ class _SelfAttention(nn.Module):
 class _MLP(nn.Module):
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
-        self.gate_proj = _Projection(c.hidden_size, c.intermediate_size, c.mlp_bias)
-        self.up_proj = _Projection(c.hidden_size, c.intermediate_size, c.mlp_bias)
-        self.down_proj = _Projection(c.intermediate_size, c.hidden_size, c.mlp_bias)
+        self.gate_proj = Projection(c.hidden_size, c.intermediate_size, c.mlp_bias)
+        self.up_proj = Projection(c.hidden_size, c.intermediate_size, c.mlp_bias)
+        self.down_proj = Projection(c.intermediate_size, c.hidden_size, c.mlp_bias)
 
 
 class _Layer(nn.Module):
@@ -184,7 +186,7 @@ class _Layer(nn.Module):
 class _Model(nn.Module):
     def __init__(self, c: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.embed_tokens = _Projection(c.hidden_size, c.vocab_size, False)
+        self.embed_tokens = Projection(c.hidden_size, c.vocab_size, False)
         self.layers = nn.ModuleList(_Layer(c, index, dtype) for index in range(c.num_layers))
         self.norm = _Norm(c.hidden_size)
 
@@ -227,12 +229,17 @@ class Decoder(nn.Module):
         self.config, self.dtype = config, dtype
         self.recompute = False
         self.model = _Model(config, dtype)
-        self.lm_head = None if config.tie_embeddings else _Projection(config.hidden_size, config.vocab_size, False)
+        self.lm_head = None if config.tie_embeddings else Projection(config.hidden_size, config.vocab_size, False)
         exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         angles = (torch.arange(max(config.max_positions, QUERIES)).float()[:, None] * (1.0 / config.rope_theta**exponents)).double()
         cos, sin = angles.cos().float(), angles.sin().float()
         self.register_buffer("cos", torch.cat([cos, cos], 1), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], 1), persistent=False)
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Weights that have no storage of their own: name -> the one that has it."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.lm_head is None else {}
 
     @property
     def output_weight(self) -> Tensor:

@@ -2,8 +2,8 @@
 
 `next_logprobs` gives rollout the whole distribution; `token_logprobs` gives training the part of it that tokens of its
 choice have, and `top_logprobs` the likeliest tokens, with the same bits and without ever holding the logits of a whole
-batch. `row_logprobs` and `row_top` are the only functions of Tandem that know that hidden state t - 1 predicts token t.
-Nothing here knows of losses.
+batch. The functions on rows (`row_logprobs`, `row_top`, `row_sum_pi_squared`, `row_values`) are the only ones of Tandem that
+know that hidden state t - 1 predicts token t. Nothing here knows of losses.
 
 Legend: M rows, V vocabulary, D width, K tokens looked up at one place, B rows of a batch, T padded time.
 """
@@ -20,6 +20,7 @@ from tandem.errors import ColumnError
 from tandem.models import numerics
 from tandem.models.decoder import Decoder, KVCache
 from tandem.models.numerics import ROWS, padded
+from tandem.models.values import ValueModel
 
 CHUNK_LOGITS = 1 << 24  # logits held at a time by default: 64 MiB
 
@@ -118,6 +119,24 @@ def row_top(
         ids, logprobs = top_logprobs(decoder, hidden, temperature[at[0]], top)
         shape = (*tokens.shape, top)
         return torch.zeros(shape, dtype=torch.int64).index_put(at, ids), torch.zeros(shape).index_put(at, logprobs)
+
+
+def row_sum_pi_squared(decoder: Decoder, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: Tensor) -> Tensor:
+    """The sum of squared probabilities of the distribution at each masked place of such rows: float32 [B, T], no gradient."""
+    with torch.no_grad():
+        at, hidden = _predicting(decoder, tokens, lengths, mask)
+        weight, divisor = decoder.output_weight, _divisor(temperature[at[0]])
+        found, hidden = torch.empty(len(divisor)), _pad_rows(hidden)
+        for start in range(0, len(hidden), step := _chunk(weight, None)):
+            part = slice(start, start + step)
+            found[part] = (2 * _logprobs(hidden[part], weight, divisor[part])).exp().sum(1)
+        return torch.zeros(tokens.shape).index_put(at, found[: len(at[0])])
+
+
+def row_values(model: ValueModel, tokens: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
+    """The value of the state in which each masked token of such rows was chosen: float32 [B, T], 0 elsewhere, differentiable."""
+    at, hidden = _predicting(model, tokens, lengths, mask)
+    return torch.zeros(tokens.shape).index_put(at, model.values(hidden))
 
 
 def _predicting(decoder: Decoder, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:

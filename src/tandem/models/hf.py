@@ -21,6 +21,7 @@ from torch import Tensor
 from tandem.durable import attempt
 from tandem.errors import ModelError
 from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.values import VALUE_HEAD, ValueModel
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -58,17 +59,27 @@ def load_decoder(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     return decoder
 
 
+def load_value_model(path: Path, dtype: torch.dtype = torch.float32) -> ValueModel:
+    """A value model; of a language model it takes the body and leaves the output layer. Raises as `load_decoder` does."""
+    model = ValueModel(_read_config(path), dtype)
+    load_weights(model, path)
+    return model
+
+
 def load_weights(decoder: Decoder, path: Path) -> None:
-    """The tensors of the directory `path` into the parameters of `decoder`. Raises ModelError as `load_decoder` does."""
+    """The tensors of the directory `path` into the parameters of `decoder`; a value head that is not there stays as it is.
+
+    Raises ModelError as `load_decoder` does.
+    """
     parameters = dict(decoder.named_parameters())
     places = _weight_files(path)
-    problems = [f"missing {name} {list(parameters[name].shape)}" for name in parameters.keys() - places.keys()]
+    problems = [f"missing {name} {list(parameters[name].shape)}" for name in parameters.keys() - places.keys() - {VALUE_HEAD}]
     with torch.no_grad():
         for file in sorted(set(places.values())):
             with _open(file) as tensors:
                 for name in (name for name, place in places.items() if place == file):
                     problems += _load_tensor(name, tensors, parameters)
-        if decoder.lm_head is None and "lm_head.weight" in places:
+        if "lm_head.weight" in decoder.tied and "lm_head.weight" in places:
             with _open(places["lm_head.weight"]) as tensors:
                 if not torch.equal(tensors.get_tensor("lm_head.weight").float(), decoder.model.embed_tokens.weight):
                     problems.append(f"extra lm_head.weight: it differs from the embedding that {CONFIG} ties it to")

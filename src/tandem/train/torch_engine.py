@@ -1,9 +1,9 @@
-"""TorchEngine: a decoder and its optimiser, on PyTorch.
+"""TorchEngine: a decoder or a value model and its optimiser, on PyTorch.
 
 It adds gradients up over micro-batches and takes steps; the loss is named by its caller, and so is each token's weight,
 so nothing is averaged here. A step whose loss or gradient is not finite is refused: parameters and optimiser state stay
-as they are. Weights never move, since a rollout engine of the same process may read the same storage. Whether this
-process holds the model alone or as one of several ranks is `Ranks`' business (ranks.py, fsdp.py).
+as they are. Weights never move, since a rollout engine of the same process may read the same storage. What the model gives
+is outputs.py's business, and whether this process holds it alone or as one of several ranks that of `Ranks` (ranks.py, fsdp.py).
 
 Legend: B rows, N packed tokens, T padded time.
 """
@@ -24,20 +24,18 @@ from torch import Tensor
 from tandem.algos.aggregation import aggregate
 from tandem.algos.checks import keep
 from tandem.algos.functions import loss_function
-from tandem.algos.terms import TOPK_IDS, LossInputs, TokenLoss, scope_of
+from tandem.algos.terms import TokenLoss, scope_of
 from tandem.data_proto import DataProto
 from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
 from tandem.faults import crash_point
 from tandem.models.decoder import Decoder
-from tandem.models.heads import row_logprobs, row_top
 from tandem.ports import Place, WeightLayout, WeightShard, WeightSpec
+from tandem.train import outputs
 from tandem.train.config import TrainConfig, learning_rate
 from tandem.train.micro_batches import micro_batches
 from tandem.train.ranks import OneRank, Ranks
 from tandem.types import Key, LossRef, Metrics
-
-GIVES = frozenset({"logprobs", "entropy", "top_ids", "top_logprobs"})
 
 _FORMAT = 1
 _MODEL, _OPTIMIZER, _STATE = "model", "optimizer", "engine.json"
@@ -71,34 +69,30 @@ class TorchEngine:
 
     def forward(self, batch: DataProto, want: frozenset[str], *, top: int = 0) -> DataProto:
         """See ports.TrainEngine. Rows without a masked token do not pass through the model."""
-        if not want or want - GIVES:
-            raise ColumnError(f"this engine gives {sorted(GIVES)}, and was asked for {sorted(want)}")
+        known = outputs.gives(self.decoder)
+        if not want or want - known:
+            raise ColumnError(f"this engine gives {sorted(known)}, and was asked for {sorted(want)}")
         out = {name: torch.zeros(batch.num_tokens, *(top,) * name.startswith("top_")) for name in want}
         out |= {name: values.long() for name, values in out.items() if name == "top_ids"}
         with self._ranks.meeting("forward"), torch.no_grad():
             for at, part in self._passes(batch):
-                given: dict[str, Tensor | None] = {}
-                if want & {"logprobs", "entropy"}:
-                    given["logprobs"], given["entropy"], _ = self._logprobs(part, with_entropy="entropy" in want)
-                if want & {"top_ids", "top_logprobs"}:
-                    found = self._ranks.run(row_top, *self._padded(part), top)
-                    given["top_ids"], given["top_logprobs"] = (values[part.valid()] for values in found)
-                for name in want:
-                    out[name][at] = cast("Tensor", given[name])
+                for name, values in self._ranks.run(outputs.given, part, want, top).items():
+                    out[name][at] = values
         return DataProto.make(batch.keys, batch.lengths, token=out)
 
     def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
         """See ports.TrainEngine. A pass whose loss is not finite adds neither gradient nor metrics; `step` then refuses."""
+        main = "logprobs" if "logprobs" in outputs.gives(self.decoder) else "values"
         out = torch.zeros(batch.num_tokens)
         sums = _Sums()
         with self._ranks.meeting("forward_backward"):
             for each in self._losses(batch, loss):
-                out[each.at] = each.logprobs.detach()
+                out[each.at] = each.output.detach()
                 each.loss.backward()
                 sums.add(each)
             metrics, trouble = sums.reduced(self._ranks)
         self._trouble = self._trouble or trouble
-        return metrics.prefixed("train"), DataProto.make(batch.keys, batch.lengths, token={"logprobs": out})
+        return metrics.prefixed("train"), DataProto.make(batch.keys, batch.lengths, token={main: out})
 
     def evaluate(self, batch: DataProto, loss: LossRef) -> Metrics:
         """See ports.TrainEngine."""
@@ -115,12 +109,12 @@ class TorchEngine:
         """What the loss makes of each micro-batch, one after the other, so that one graph lives at a time."""
         function = loss_function(loss.name)
         for at, part in self._passes(batch, whole_groups=scope_of(function) == "group"):
-            logprobs, entropy, at_topk = self._logprobs(part, with_entropy=True)
-            nothing = _PassLoss(at, logprobs, logprobs.sum() * 0)
+            inputs = outputs.loss_inputs(self._ranks.run(outputs.given, part, outputs.wanted_by_losses(self.decoder, part)), part)
+            output = inputs.new_values if inputs.logprobs is None else inputs.logprobs
+            nothing = _PassLoss(at, output, output.sum() * 0)
             if not len(at):
                 yield nothing
                 continue
-            inputs = LossInputs(logprobs, part["mask"], part.lengths, part.batch, entropy, part.group_of_row, at_topk, part.keys)
             try:
                 result = function(inputs, **loss.params)
             except NonFiniteError as problem:  # a column of the batch
@@ -129,7 +123,7 @@ class TorchEngine:
             terms = {name: aggregate(term, part["loss_weights"], part["mask"]) for name, term in result.terms.items()}
             sums = {name: term.item() for name, term in terms.items()}
             if all(map(math.isfinite, sums.values())):
-                yield _PassLoss(at, logprobs, torch.stack(list(terms.values())).sum(), sums, result.metrics)
+                yield _PassLoss(at, output, torch.stack(list(terms.values())).sum(), sums, result.metrics)
             else:
                 yield nothing._replace(trouble=_first_bad(result, part))
 
@@ -168,21 +162,6 @@ class TorchEngine:
                     token_level=batch.token_level,
                 ),
             )
-
-    def _logprobs(self, part: DataProto, *, with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Packed logprobs [N], entropy [N], and logprobs [N, K] of column teacher_topk_ids where the batch has it."""
-        valid = part.valid()
-        if TOPK_IDS not in part.columns:
-            logprobs, entropy = self._ranks.run(row_logprobs, *self._padded(part), with_entropy)
-            return logprobs[valid], None if entropy is None else entropy[valid], None
-        targets = torch.cat([part["tokens"][:, None], part[TOPK_IDS]], 1)
-        padded = part.with_columns(token={TOPK_IDS: targets}).pad(TOPK_IDS)
-        logprobs, entropy = self._ranks.run(row_logprobs, *self._padded(part), with_entropy, padded)
-        return logprobs[valid][:, 0], None if entropy is None else entropy[valid], logprobs[valid][:, 1:]
-
-    def _padded(self, part: DataProto) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The batch as the output heads take it, [B, T]."""
-        return part.pad("tokens"), part.lengths, part.pad("mask"), part["temperature"]
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -236,9 +215,9 @@ class TorchEngine:
             WeightSpec(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
             for name, parameter in self._parameters.items()
         ]
-        if self.decoder.lm_head is None:
-            owner = next(spec for spec in specs if spec.name == "model.embed_tokens.weight")
-            specs.append(WeightSpec("lm_head.weight", owner.shape, owner.dtype, tied_to=owner.name))
+        owners = {spec.name: spec for spec in specs}
+        for name, owner in self.decoder.tied.items():
+            specs.append(WeightSpec(name, owners[owner].shape, owners[owner].dtype, tied_to=owner))
         return WeightLayout(tuple(specs), self._ranks.replicas, self._ranks.replica)
 
     def weight_shards(self) -> Iterator[WeightShard]:
@@ -313,12 +292,12 @@ class TorchEngine:
 
 
 class _PassLoss(NamedTuple):
-    """Of one micro-batch: its places among the packed tokens, its logprobs, what to go back from; each term's weighted sum,
-    metrics, or what is not finite.
+    """Of one micro-batch: its places among the packed tokens, what the model gives there, what to go back from; each term's
+    weighted sum, metrics, or what is not finite.
     """
 
     at: Tensor
-    logprobs: Tensor
+    output: Tensor
     loss: Tensor
     sums: Mapping[str, float] = {}
     metrics: Metrics = Metrics()

@@ -15,6 +15,7 @@ import torch
 
 from tandem.algos import columns
 from tandem.algos.segments import row_counts, row_max
+from tandem.algos.values import explained_variance
 from tandem.data_proto import DataProto
 from tandem.ports import TransferQueue, WorkerGroup
 from tandem.trainer.fetch import fetch, require_whole_groups
@@ -84,6 +85,9 @@ def episode_advantages(rows: DataProto, algorithm: Algorithm) -> tuple[DataProto
     moved = size_E.new_zeros(len(groups)).index_add(0, groups_E, size_E) > 0
     metrics = Metrics.mean({"train/advantage_abs": size_E.mean().item()}, len(places))
     metrics += Metrics.mean({"train/groups_without_advantage": 1 - moved.float().mean().item()}, len(groups))
+    if "values" in rows.columns and "returns" in found:
+        explained = explained_variance(rows["values"], found["returns"], rows["mask"])
+        metrics += Metrics({"critic/explained_variance": explained})
     return rows.with_columns(token={name: column.float() for name, column in found.items()}), metrics
 
 

@@ -1,0 +1,31 @@
+"""A model that gives each token a number: the body of a decoder with a scalar head, as critics and reward models are.
+
+It is what transformers calls ForSequenceClassification with one label. Which hidden state is a token's is heads.py's to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tandem.models.decoder import Decoder, DecoderConfig, Projection
+
+VALUE_HEAD = "score.weight"
+
+
+class ValueModel(Decoder):
+    """A decoder whose output layer is one row, `score.weight`; it begins at 0, and so do all values."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(replace(config, tie_embeddings=True), dtype)
+        self.score = Projection(config.hidden_size, 1, False)
+
+    @property
+    def tied(self) -> dict[str, str]:
+        return {}
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Float32 [M] of hidden states [M, D], summed in float32 row by row, so that a row's bits are its own."""
+        return (hidden.float() * self.score.weight).sum(1)
