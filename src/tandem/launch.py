@@ -252,6 +252,8 @@ class _PhaseRun:
         step, last = policy.version, policy.version == self.phase.steps
         if isinstance(self.phase.source, RolloutSource):
             self.samples.write(map(SampleRecord.of, self.phase.source.consumed), step)
+        if self.phase.roles.reset(self.phase.train, step):
+            self.trackers.log(Metrics.sum({"train/resets": 1}), step)
         score = None
         if self._measures and (last or _due(step, self.recipe.trainer.eval_every)):
             score = (await self._evaluate(step)).score
@@ -269,7 +271,7 @@ class _PhaseRun:
             "before": dict(self.before),
             "spent_s": self._wall_s(),
         }
-        models = {role.name: role.engine.save for role in self.phase.roles.trained}
+        models = {role.name: role.engine.save for role in self.phase.roles.saved}
         parts = {"train": self.phase.train.save, **models, "queue": self.phase.queue.save}
         await self.store.write(step, parts, state, score=score)
         await self.phase.queue.commit(str(step))
@@ -286,7 +288,7 @@ class _PhaseRun:
             self.console.print(f"warning: {warning}", style="yellow", markup=False)
         state = cast("Mapping[str, Mapping[str, Json]]", snapshot.state)
         self.phase.train.load(snapshot.part("train"))
-        for role in self.phase.roles.trained:
+        for role in self.phase.roles.saved:
             role.engine.load(snapshot.part(role.name))
         await self.phase.queue.restore(str(snapshot.step), snapshot.part("queue"))
         self.phase.source.restore(state["source"])

@@ -144,9 +144,17 @@ class AlgorithmSection:
 
 @dataclass(frozen=True)
 class ReferenceSection:
-    """The model that a KL penalty is measured to. path: a Hugging Face directory; without it, the policy as it began."""
+    """The model that a KL penalty is measured to. path: a Hugging Face directory; without it, the policy as it began.
+
+    reset_every: steps after which it becomes the policy as it is then, whose optimiser begins anew (ProRL); 0 is never.
+    """
 
     path: Path | None = None
+    reset_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.reset_every < 0:
+            raise ValueError(f"reset_every must not be negative, got {self.reset_every}")
 
 
 @dataclass(frozen=True)

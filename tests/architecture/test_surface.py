@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 PORTS = {
     "WeightSource": "shards shared",
-    "TrainEngine": "evaluate forward forward_backward layout load place save step weight_shards",
+    "TrainEngine": "evaluate forward forward_backward layout load place reset_optimizer save step weight_shards",
     "RolloutEngine": "abort capabilities close generate load_weights pause place policy resume",
     "CheckpointEngine": "connect publish",
     "TransferQueue": "ack commit drop get metrics put reserve restore save take write",

@@ -70,6 +70,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("algorithm=gdpo", "reward.components=[right]", "rollout.shaping.stop_coef=0.5"),
         ("rollout.shaping", "gdpo"),
     ),
+    "a reset before the beginning": (("algorithm.kl_coef=0.1", "reference.reset_every=-1"), ("reset_every", "-1")),
     "a buffer longer than an answer": (("rollout.shaping.overlong_buffer_tokens=9",), ("=9", "sampling.max_tokens=8")),
     "more mini-batches than groups": (("learner.minibatches=3",), ("learner.minibatches=3", "2 groups")),
     "a run that leaves its directory": (("run.dir=null", "run.name=.."), ("name='..'",)),

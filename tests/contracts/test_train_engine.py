@@ -459,6 +459,31 @@ def test_a_loaded_engine_goes_on_bit_for_bit(make: Subject, tmp_path: Path) -> N
         other.step()
 
 
+def test_an_optimiser_that_is_reset_goes_on_by_the_same_schedule_and_from_disk(make: Subject, tmp_path: Path) -> None:
+    engine = make(TrainConfig(lr=0.01, schedule="linear", total_steps=10, micro_batch_tokens=16))
+    for seed in range(3):
+        engine.forward_backward(make_rows([4, 7, 3], seed), make.loss)
+        engine.step()
+    before = weights(engine)
+    engine.forward_backward(rows(), make.loss)
+    with pytest.raises(EngineError, match="pending"):
+        engine.reset_optimizer()
+    assert engine.step()["train/lr"].value == pytest.approx(0.007)
+    assert not equal(weights(engine), before)
+    before = weights(engine)
+    engine.reset_optimizer()
+    assert equal(weights(engine), before)
+    engine.save(tmp_path / "state")
+    other = make(TrainConfig(lr=0.01, schedule="linear", total_steps=10, micro_batch_tokens=16))
+    other.forward_backward(make_rows([5, 2], 9), make.loss)
+    other.step()
+    other.load(tmp_path / "state")
+    for each in (engine, other):
+        each.forward_backward(rows(), make.loss)
+        assert each.step()["train/lr"].value == pytest.approx(0.006)
+    assert equal(weights(engine), weights(other))
+
+
 def test_load_refuses_other_models_and_broken_files(make: Subject, tmp_path: Path) -> None:
     engine = make()
     before = weights(engine)

@@ -77,10 +77,11 @@ def test_a_run_that_is_killed_again_and_again(undisturbed: dict[str, Any], tmp_p
 
 
 def test_what_has_a_state_of_its_own_goes_on_from_there(tmp_path: Path) -> None:
-    """Greedy companions, shaped rewards, episodes drawn anew and a KL coefficient that follows the KL."""
+    """Greedy companions, shaped rewards, episodes drawn anew, a KL coefficient that follows the KL, a reference that is reset."""
     overrides = [
         "algorithm={name: remax, resampling: pow, kl_coef: 0.5, kl_target: 0.001, kl_horizon: 20}",
         "rollout.shaping={overlong_buffer_tokens: 4, stop_coef: 0.5}",
+        "reference.reset_every=2",
         "learner.minibatches=1",
         "trainer.eval_every=0",
     ]
@@ -94,8 +95,9 @@ def test_what_has_a_state_of_its_own_goes_on_from_there(tmp_path: Path) -> None:
             assert forked([*arguments, "--resume"], log) == 0, log.read_text()
     straight, resumed = (outcome(directory / "run") for directory in runs.values())
     assert_same(resumed, straight)
-    coefs = [line["train/kl_coef"] for line in straight["metrics"] if "train/kl_coef" in line]
-    assert len(set(coefs)) == 4
+    steps = [line for line in straight["metrics"] if "train/kl_coef" in line]
+    assert len({line["train/kl_coef"] for line in steps}) == 4
+    assert [line["train/kl_coef_follows"] > 0 for line in steps] == [False, True, False, True]
 
 
 ROLES = ["algorithm={name: ppo, kl_coef: 0.1}", "critic={train: {lr: 0.003}, warmup_steps: 1}", "learner.minibatches=1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,3 +209,20 @@ def test_a_tied_output_layer_is_listed_with_its_owner() -> None:
     assert {spec.name: spec.tied_to for spec in tied}["lm_head.weight"] == "model.embed_tokens.weight"
     untied = TorchEngine(init_decoder(replace(TINY, tie_embeddings=False), 0), TrainConfig()).layout().specs
     assert {spec.name: spec.tied_to for spec in untied}["lm_head.weight"] is None
+
+
+def test_an_optimiser_that_is_reset_steps_as_a_new_one() -> None:
+    config = TrainConfig(lr=0.01)
+    engine = TorchEngine(tiny_decoder(), config)
+    for seed in range(3):
+        engine.forward_backward(make_rows([4, 7, 3], seed), GRPO)
+        engine.step()
+    kept, new = (TorchEngine(copy.deepcopy(engine.decoder), config) for _ in range(2))
+    kept._optimizer.load_state_dict(engine._optimizer.state_dict())
+    engine.reset_optimizer()
+    for each in (engine, new, kept):
+        each.forward_backward(make_rows([5, 2], 9), GRPO)
+        each.step()
+    ours, theirs, others = ([shard.tensor for shard in each.weight_shards()] for each in (engine, new, kept))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(ours, others, strict=True))

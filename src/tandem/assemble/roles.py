@@ -57,7 +57,7 @@ class Role:
 
     path: where its weights come from; None: from the policy as the phase begins. objective: what it is trained for, if it
     is. outputs: the columns that are read. warmup_steps: steps in which the policy is not trained yet. top: how many of
-    its likeliest tokens are read.
+    its likeliest tokens are read. reset_every: steps after which it becomes the policy as it is then; 0 is never.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Role:
     objective: Algorithm | None = None
     warmup_steps: int = 0
     top: int = 0
+    reset_every: int = 0
 
     @property
     def stage(self) -> BatchStage:
@@ -92,8 +93,9 @@ class Roles:
         return frozenset[str]().union(*(role.objective.needs for role in self.all if role.objective))
 
     @property
-    def trained(self) -> tuple[Role, ...]:
-        return tuple(role for role in self.all if role.objective is not None)
+    def saved(self) -> tuple[Role, ...]:
+        """Those whose weights change in the phase, and are a part of each snapshot."""
+        return tuple(role for role in self.all if role.objective is not None or role.reset_every)
 
     @property
     def copies(self) -> tuple[Role, ...]:
@@ -104,6 +106,18 @@ class Roles:
         """Gives the copies their weights, from the directory of the policy as it was when the phase began."""
         for role in self.copies:
             load_weights(role.model, initial)
+
+    def reset(self, policy: TorchEngine, step: int) -> bool:
+        """After this step, the roles whose time it is become the policy as it is, whose optimiser begins anew; whether any did.
+
+        ProRL (arXiv 2505.24864): so that a run that is long is not held back to where it began.
+        """
+        due = [role for role in self.all if role.reset_every and step % role.reset_every == 0]
+        for role in due:
+            role.model.load_state_dict(policy.decoder.state_dict())
+        if due:
+            policy.reset_optimizer()
+        return bool(due)
 
     @property
     def warmup_steps(self) -> int:
@@ -141,7 +155,8 @@ def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, queue: Trans
             engine = TorchEngine(decoder, TrainConfig(micro_batch_tokens=recipe.train.micro_batch_tokens))
             topk = cast("int", algorithm.params["topk"]) if "top_ids" in outputs.values() else 0
             workers, top = InlineGroup((ModelWorker(engine, queue),)), min(topk, model.tokenizer.vocab_size)
-            roles.append(Role(name, decoder, path, engine, workers, outputs, top=top))
+            reset_every = section.reset_every if isinstance(section, ReferenceSection) else 0
+            roles.append(Role(name, decoder, path, engine, workers, outputs, reset_every=reset_every, top=top))
             continue
         settings = section if isinstance(section, TrainedSection) else TrainedSection()
         engine = TorchEngine(decoder, settings.train.over(updates))

@@ -115,6 +115,11 @@ class FakeTrainEngine:
         self._refused = 0
         return Metrics.mean({"train/grad_norm": norm, "train/lr": lr}) + Metrics.sum({"train/refused_steps": 0})
 
+    def reset_optimizer(self) -> None:
+        """Plain gradient descent measures nothing."""
+        if self._trouble or self.table.grad is not None:
+            raise EngineError("a gradient is pending and belongs to the optimiser as it is: step first")
+
     def layout(self) -> WeightLayout:
         return WeightLayout((WeightSpec("table", tuple(self.table.shape), "float32"),))
 

@@ -196,12 +196,23 @@ class TorchEngine:
         self._refused = 0
         return Metrics.mean({"train/grad_norm": norm, "train/lr": lr}) + Metrics.sum({"train/refused_steps": 0})
 
+    def reset_optimizer(self) -> None:
+        """See ports.TrainEngine."""
+        if self._pending:
+            raise EngineError("a gradient is pending and belongs to the optimiser as it is: step first")
+        self._optimizer.state.clear()
+
     def _bad_gradient(self) -> str:
         for name, parameter in self._parameters.items():
             here = None if parameter.grad is None else self._ranks.part(parameter.grad)
             if here is not None and not bool(torch.isfinite(here[1]).all()):
                 return f"the gradient of {name} is not finite"
         return ""
+
+    @property
+    def _pending(self) -> bool:
+        """Whether something was passed back and no step was taken since."""
+        return bool(self._trouble) or any(parameter.grad is not None for parameter in self._parameters.values())
 
     def _clear(self) -> None:
         self._optimizer.zero_grad()
@@ -237,7 +248,7 @@ class TorchEngine:
 
         Raises EngineError while a gradient is pending, SnapshotError where the files cannot be written.
         """
-        if self._trouble or any(parameter.grad is not None for parameter in self._parameters.values()):
+        if self._pending:
             raise EngineError("a gradient is pending and would not be saved: step first")
         weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
         state: dict[str, Tensor] = {
