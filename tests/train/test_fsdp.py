@@ -147,6 +147,24 @@ def test_two_ranks_train_as_one(pools: Pools, replicas: int, config: TrainConfig
                 assert merged[name].value == pytest.approx(metric.value, rel=1e-6, abs=1e-6), (split.__name__, name)
 
 
+@pytest.mark.slow
+def test_four_ranks_in_two_copies_train_as_one(tmp_path: Path) -> None:
+    async def main() -> list[Trained]:
+        async with Processes(tmp_path, limit_s=60) as runtime:
+            await runtime.start(place([ResourcePool("pool", 4)], Hardware(cores=4)))
+            group = await runtime.group("policy", "pool", FACTORY, collectives=True)
+            await group.call_each(Trainer.make, SGD, 2)
+            steps = [[batch.select(rows) for rows in ([0], [], [5, 1], [2, 3, 4])] for batch in batches(5, 4)]
+            return await group.call_each(Trainer.train, steps, GRPO)
+
+    ranks, want = asyncio.run(main()), alone(5)
+    assert_close(blocks(ranks, "gradient"), whole(want.gradient))
+    assert_close(blocks(ranks, "weights"), whole(want.weights))
+    assert [(rank.layout.replicas, rank.layout.replica) for rank in ranks] == [(2, 0), (2, 0), (2, 1), (2, 1)]
+    for copy in (ranks[:2], ranks[2:]):
+        assert equal(blocks(copy, "weights"), blocks(ranks, "weights"))
+
+
 def test_gradients_of_all_micro_batches_are_reduced_once(pools: Pools) -> None:
     pools.each(Trainer.make, replace(SGD, micro_batch_tokens=1))
     groups = TINY.num_layers + 1
