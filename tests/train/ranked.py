@@ -16,13 +16,13 @@ from torch import Tensor
 from tandem import device
 from tandem.data_proto import DataProto
 from tandem.errors import StalledError
+from tandem.models.decoder import Decoder
 from tandem.ports import Collect, Dispatch, WeightLayout, WeightShard, register
 from tandem.runtime.placement import Rank
 from tandem.train.config import TrainConfig
 from tandem.train.fsdp import FsdpConfig, fsdp_engine
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import LossRef, Metrics
-from tests.train.rows import tiny_decoder
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,8 @@ class Trainer:
         self.engine: TorchEngine
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
-    async def make(
-        self, config: TrainConfig, replicas: int = 1, dtype: torch.dtype = torch.float32, seed: int = 0, limit_s: float = 60.0
-    ) -> None:
-        decoder = tiny_decoder(seed, dtype)
+    async def make(self, decoder: Decoder, config: TrainConfig, replicas: int = 1, limit_s: float = 60.0) -> None:
+        decoder.requires_grad_()  # which does not travel with a tensor
         self.engine = fsdp_engine(decoder, config, FsdpConfig(replicas), device.select("cpu"), limit_s=limit_s)
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
@@ -105,10 +103,11 @@ def train(engine: TorchEngine, steps: Sequence[DataProto], loss: LossRef) -> Tra
     for batch in steps:
         found, _ = engine.forward_backward(batch, loss)
         if not metrics:
+            gradients = {name: parameter.grad for name, parameter in engine.decoder.named_parameters()}
             gradient = [
-                replace(shard, tensor=_local(parameter.grad))
-                for shard, (_, parameter) in zip(engine.weight_shards(), engine.decoder.named_parameters(), strict=True)
-                if parameter.grad is not None
+                replace(shard, tensor=_local(gradients[shard.name]))
+                for shard in engine.weight_shards()
+                if gradients[shard.name] is not None
             ]
         metrics.append(found + engine.step())
     weights = [replace(shard, tensor=shard.tensor.clone()) for shard in engine.weight_shards()]

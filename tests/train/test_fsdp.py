@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.device import Hardware
 from tandem.errors import DeviceError, EmptyBatchError, NonFiniteError
+from tandem.models.values import VALUE_HEAD, ValueModel
 from tandem.ports import WeightShard
 from tandem.runtime.placement import ResourcePool, place
 from tandem.runtime.process import Processes, ProcessGroup
@@ -136,7 +138,7 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def test_two_ranks_train_as_one(pools: Pools, replicas: int, config: TrainConfig) -> None:
     want = alone(5)
     for split in SPLITS:
-        pools.each(Trainer.make, config, replicas)
+        pools.each(Trainer.make, tiny_decoder(), config, replicas)
         ranks: list[Trained] = pools.each(Trainer.train, [split(batch) for batch in batches(5, 2)], GRPO)
         assert_close(blocks(ranks, "gradient"), whole(want.gradient))
         assert_close(blocks(ranks, "weights"), whole(want.weights))
@@ -153,7 +155,7 @@ def test_four_ranks_in_two_copies_train_as_one(tmp_path: Path) -> None:
         async with Processes(tmp_path, limit_s=60) as runtime:
             await runtime.start(place([ResourcePool("pool", 4)], Hardware(cores=4)))
             group = await runtime.group("policy", "pool", FACTORY, collectives=True)
-            await group.call_each(Trainer.make, SGD, 2)
+            await group.call_each(Trainer.make, tiny_decoder(), SGD, 2)
             steps = [[batch.select(rows) for rows in ([0], [], [5, 1], [2, 3, 4])] for batch in batches(5, 4)]
             return await group.call_each(Trainer.train, steps, GRPO)
 
@@ -166,7 +168,7 @@ def test_four_ranks_in_two_copies_train_as_one(tmp_path: Path) -> None:
 
 
 def test_gradients_of_all_micro_batches_are_reduced_once(pools: Pools) -> None:
-    pools.each(Trainer.make, replace(SGD, micro_batch_tokens=1))
+    pools.each(Trainer.make, tiny_decoder(), replace(SGD, micro_batch_tokens=1))
     groups = TINY.num_layers + 1
     assert pools.each(Trainer.reductions, unevenly(weighted(make_rows(LENGTHS), 2)), GRPO) == [groups, groups]
 
@@ -175,7 +177,7 @@ def test_gradients_of_all_micro_batches_are_reduced_once(pools: Pools) -> None:
 def test_logprobs_are_those_of_one_process_bit_for_bit(pools: Pools, dtype: torch.dtype) -> None:
     batch, want = make_rows(LENGTHS), frozenset({"logprobs", "entropy"})
     whole_model = TorchEngine(tiny_decoder(3, dtype), SGD).forward(batch, want)
-    pools.each(Trainer.make, SGD, 1, dtype, 3)
+    pools.each(Trainer.make, tiny_decoder(3, dtype), SGD)
     for split in (evenly, unevenly, to_one):
         got = DataProto.concat(pools.each(Trainer.score, split(batch), want)).by_keys(batch.keys)
         for name in want:
@@ -184,7 +186,7 @@ def test_logprobs_are_those_of_one_process_bit_for_bit(pools: Pools, dtype: torc
 
 def test_an_evaluation_is_the_same_on_every_split(pools: Pools) -> None:
     want = TorchEngine(tiny_decoder(), SGD).evaluate(weighted(make_rows(LENGTHS), 1), GRPO)
-    pools.each(Trainer.make, SGD)
+    pools.each(Trainer.make, tiny_decoder(), SGD)
     for split in SPLITS:
         got = sum(pools.each(Trainer.evaluate, split(weighted(make_rows(LENGTHS), 2)), GRPO), Metrics())
         assert got.values_by_name() == pytest.approx(want.values_by_name(), rel=1e-6, abs=1e-6)
@@ -196,9 +198,30 @@ def test_pairs_train_on_ranks_of_which_one_has_none(pools: Pools) -> None:
     keys = tuple(Key("train", i // 2, i % 2) for i in range(4))
     batch = replace(batch, keys=keys).with_columns(row={"chosen": torch.tensor([True, False] * 2)})
     want = train(TorchEngine(tiny_decoder(), SGD), [weighted(batch, 1)], dpo)
-    pools.each(Trainer.make, SGD)
+    pools.each(Trainer.make, tiny_decoder(), SGD)
     ranks = pools.each(Trainer.train, [to_one(weighted(batch, 2))], dpo)
     assert_close(blocks(ranks, "gradient"), whole(want.gradient))
+
+
+def test_a_value_model_trains_on_ranks_of_which_one_holds_nothing_of_its_head(pools: Pools, tmp_path: Path) -> None:
+    loss, batch = loss_ref(configure("value")), make_rows(LENGTHS)
+    model = ValueModel(TINY)
+    model.load_state_dict({**tiny_decoder().state_dict(), VALUE_HEAD: torch.linspace(-0.1, 0.2, TINY.hidden_size)[None]})
+    engine = TorchEngine(deepcopy(model), SGD)
+    want, values = engine.forward(batch, frozenset({"values"})), frozenset({"values"})
+    trained = train(engine, [weighted(batch, 1)], loss)
+
+    pools.each(Trainer.make, model, SGD)
+    got = DataProto.concat(pools.each(Trainer.score, to_one(batch), values)).by_keys(batch.keys)
+    assert torch.equal(got["values"], want["values"])
+    ranks = pools.each(Trainer.train, [to_one(weighted(batch, 2))], loss)
+    assert_close(blocks(ranks, "gradient"), whole(trained.gradient))
+    assert VALUE_HEAD not in {shard.name for shard in ranks[1].weights}
+    pools.each(Trainer.save, tmp_path / "state")
+    after = whole(pools.weights())
+    pools.each(Trainer.make, model, SGD)
+    pools.each(Trainer.load, tmp_path / "state")
+    assert equal(whole(pools.weights()), after)
 
 
 # -------------------------------------------------------------------------------------------- what one rank runs into
@@ -209,7 +232,7 @@ def poisoned(batch: DataProto) -> DataProto:
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step_on_all(pools: Pools) -> None:
-    pools.each(Trainer.make, replace(SGD, micro_batch_tokens=8))
+    pools.each(Trainer.make, tiny_decoder(), replace(SGD, micro_batch_tokens=8))
     before = whole(pools.weights())
     left, right = unevenly(weighted(make_rows(LENGTHS), 2))  # of which the right one has more passes
     for bad, step in ((True, [poisoned(left), right]), (False, [left, right])):
@@ -222,7 +245,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step_on_all(pools: Po
 
 
 def test_a_step_that_no_rank_has_a_token_for_is_refused_on_all(pools: Pools) -> None:
-    pools.each(Trainer.make, SGD)
+    pools.each(Trainer.make, tiny_decoder(), SGD)
     nothing = with_masked_rows(make_rows(LENGTHS))[1]
     with pytest.raises(EmptyBatchError, match="no token has counted"):
         pools.each(Trainer.train, [[nothing, nothing.select([])]], GRPO)
@@ -231,11 +254,11 @@ def test_a_step_that_no_rank_has_a_token_for_is_refused_on_all(pools: Pools) -> 
 def test_replicas_that_do_not_divide_the_ranks_are_refused_before_anything_is_made(pools: Pools) -> None:
     for replicas in (3, 0):
         with pytest.raises(DeviceError, match=f"replicas={replicas} does not divide the 2 ranks .*; use a divisor of 2"):
-            pools.each(Trainer.make, SGD, replicas)
+            pools.each(Trainer.make, tiny_decoder(), SGD, replicas)
 
 
 def test_a_rank_that_does_not_come_is_named_as_the_wait_for_it(pools: Pools) -> None:
-    pools.each(Trainer.make, SGD, 1, torch.float32, 0, 0.5)
+    pools.each(Trainer.make, tiny_decoder(), SGD, 1, 0.5)
     said = pools.each(Trainer.late, evenly(make_rows(LENGTHS)), 1.0)
     assert said[0].startswith("rank 0 of 2 waited in forward for a rank that did not come: ")
 
@@ -245,7 +268,7 @@ def test_a_rank_that_does_not_come_is_named_as_the_wait_for_it(pools: Pools) -> 
 
 @pytest.mark.parametrize("replicas", [1, 2], ids=["fsdp", "hsdp"])
 def test_each_rank_shows_its_blocks_of_the_weights_and_whose_copy_they_are_of(pools: Pools, replicas: int) -> None:
-    pools.each(Trainer.make, SGD, replicas)
+    pools.each(Trainer.make, tiny_decoder(), SGD, replicas)
     layouts = pools.each(Trainer.layout)
     assert [(layout.replicas, layout.replica) for layout in layouts] == [(replicas, i if replicas == 2 else 0) for i in range(2)]
     assert layouts[0].specs == TorchEngine(tiny_decoder(), SGD).layout().specs
@@ -260,22 +283,22 @@ ADAM = TrainConfig(lr=0.01, schedule="cosine", warmup_steps=2, total_steps=10, m
 
 def test_a_snapshot_goes_on_bit_for_bit_on_as_many_ranks_and_closely_on_others(pools: Pools, tmp_path: Path) -> None:
     first, then = batches(6, 2)[:3], batches(6, 2)[3:]
-    pools.each(Trainer.make, ADAM)
+    pools.each(Trainer.make, tiny_decoder(), ADAM)
     pools.each(Trainer.train, [evenly(batch) for batch in first], GRPO)
     pools.each(Trainer.save, tmp_path / "two")
     want = blocks(pools.each(Trainer.train, [evenly(batch) for batch in then], GRPO), "weights")
 
-    pools.each(Trainer.make, ADAM, 1, torch.float32, 9)  # with other weights
+    pools.each(Trainer.make, tiny_decoder(9), ADAM, 1)  # with other weights
     pools.each(Trainer.load, tmp_path / "two")
     got = blocks(pools.each(Trainer.train, [evenly(batch) for batch in then], GRPO), "weights")
     assert equal(got, want)
 
     alone = [[weighted(batch, 1)] for batch in then]
-    pools.each(Trainer.make, ADAM, 1, torch.float32, 9, ranks=1)
+    pools.each(Trainer.make, tiny_decoder(9), ADAM, 1, ranks=1)
     pools.each(Trainer.load, tmp_path / "two", ranks=1)
     pools.each(Trainer.save, tmp_path / "one", ranks=1)
     on_one = blocks(pools.each(Trainer.train, alone, GRPO, ranks=1), "weights")
-    pools.each(Trainer.make, ADAM, 2, torch.float32, 9)
+    pools.each(Trainer.make, tiny_decoder(9), ADAM, 2)
     pools.each(Trainer.load, tmp_path / "one")
     on_copies = blocks(pools.each(Trainer.train, [unevenly(batch) for batch in then], GRPO), "weights")
     for name, tensor in want.items():  # AdamW divides by the root of a mean of squares, which magnifies rounding

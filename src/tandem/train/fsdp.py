@@ -75,7 +75,6 @@ class Shards:
 
     def __init__(self, decoder: Decoder, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._decoder = decoder
         compute = None if decoder.dtype == torch.float32 else decoder.dtype
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in decoder.model.layers:
