@@ -60,8 +60,8 @@ class Estimator:
         rows |= {"rewards": rewards, "groups": groups}
         rows |= {"reward_components": torch.stack([rewards, 0.5 * rewards], 1)}
         rows |= {"token_rewards": token_rewards(rewards.double(), mask, lengths)}
-        if not varied:
-            rows |= {"process_rewards": spread(rewards.double(), mask, lengths)}
+        varying = rows["prm_logprobs"] - rows["ref_logprobs"]
+        rows |= {"process_rewards": varying if varied else spread(rewards.double(), mask, lengths)}
         (function,) = advantage_functions(self.name)
         found = function(*bound(function, rows), **self.params)
         advantages = found.advantages if isinstance(found, Credit) else spread(found, mask, lengths)

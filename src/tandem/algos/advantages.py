@@ -55,36 +55,42 @@ def group_baseline(
         raise ValueError("leave_one_out describes the group's statistics and scale=batch does not use its deviation; choose one")
     if not std_eps >= 0:
         raise ValueError(f"std_eps must not be negative, got {std_eps}")
-    rewards = rewards_B.double()
-    groups = Groups(groups_B)
+    rewards, groups = rewards_B.double(), Groups(groups_B)
     shifted = rewards - groups.lowest(rewards)
-    size = groups.size
-    mean = groups.mean(shifted)
-    centred = shifted - mean
-    squares = groups.sum(centred**2)
+    centred = shifted - groups.mean(shifted)
     if leave_one_out:
-        others = (size - 1).clamp(min=1)
-        mean = mean - centred / others
-        # Around the mean of the others: take out this episode's own square, then shift the centre. What rounding leaves of
-        # equal others is not a deviation.
-        of_others = squares - centred**2 - centred**2 / others
-        squares = torch.where(of_others > 1e-12 * squares, of_others, 0.0)
-        centred = shifted - mean
-        size = others
-
-    match scale:
-        case "none":
-            advantages = centred
-        case "group":
-            std = (squares / (size - ddof).clamp(min=1)).sqrt()
-            divisor = torch.where(std > 0, std + std_eps, 1.0) if leave_one_out else std + std_eps
-            advantages = _divided(centred, divisor)
-        case "batch":
-            squares_of_all = (_centred(rewards) ** 2).sum()
-            advantages = _divided(centred, (squares_of_all / max(len(rewards) - ddof, 1)).sqrt() + std_eps)
+        advantages = _among_others(shifted, centred, groups, std_eps if scale == "group" else None, ddof)
+    else:
+        match scale:
+            case "none":
+                advantages = centred
+            case "group":
+                advantages = _divided(centred, groups.members(_deviations(centred, groups, ddof) + std_eps))
+            case "batch":
+                squares_of_all = (_centred(rewards) ** 2).sum()
+                advantages = _divided(centred, (squares_of_all / max(len(rewards) - ddof, 1)).sqrt() + std_eps)
     if singleton == "reward":
         advantages = torch.where(groups.size == 1, rewards, advantages)  # it is 0 without, since its own mean is its reward
     return advantages.float()
+
+
+def _deviations(centred_B: Tensor, groups: Groups, ddof: int) -> Tensor:
+    """[G]: the standard deviation of each group, from values less its mean."""
+    return (groups.totals(centred_B * centred_B) / (groups.sizes - ddof).clamp_(min=1)).sqrt_()
+
+
+def _among_others(shifted_B: Tensor, centred_B: Tensor, groups: Groups, std_eps: float | None, ddof: int) -> Tensor:
+    """[B]: each value less the mean of the other members, over their deviation where `std_eps` is given."""
+    others = (groups.size - 1).clamp_(min=1)
+    advantages = centred_B + centred_B / others
+    if std_eps is None:
+        return advantages
+    # The squares around the mean of the others: take out this episode's own, then shift the centre. What rounding leaves of
+    # equal others is not a deviation.
+    squares = groups.sum(centred_B * centred_B)
+    of_others = squares - centred_B**2 - centred_B**2 / others
+    std = (torch.where(of_others > 1e-12 * squares, of_others, 0.0) / (others - ddof).clamp(min=1)).sqrt()
+    return _divided(advantages, torch.where(std > 0, std + std_eps, 1.0))
 
 
 @checked
@@ -150,8 +156,7 @@ def best_of_group(
     second = groups.highest(torch.where(is_best, 0.0, shifted))
     gap = torch.where(is_best & (groups.sum(is_best.double()) == 1), shifted - second, 0.0)
     if scale == "group":
-        squares = groups.sum((shifted - groups.mean(shifted)) ** 2)
-        gap = _divided(gap, (squares / (groups.size - 1).clamp(min=1)).sqrt() + std_eps)
+        gap = _divided(gap, groups.members(_deviations(shifted - groups.mean(shifted), groups, 1) + std_eps))
     return torch.where(groups.size == 1, 0.0, gap).float()
 
 

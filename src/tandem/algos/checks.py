@@ -106,9 +106,10 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def _require_shapes(tensors: Mapping[str, Tensor], axes: Mapping[str, str]) -> None:
     first: dict[str, tuple[str, int]] = {}
     for name, tensor in tensors.items():
-        if tensor.dim() != len(axes[name]):
-            raise ColumnError(f"{_said(name)} must be [{', '.join(axes[name])}], got shape {list(tensor.shape)}")
-        for axis, size in zip(axes[name], tensor.shape, strict=True):
+        shape = tensor.shape
+        if len(shape) != len(axes[name]):
+            raise ColumnError(f"{_said(name)} must be [{', '.join(axes[name])}], got shape {list(shape)}")
+        for axis, size in zip(axes[name], shape, strict=True):
             other, want = ("", int(axis)) if axis.isdigit() else first.setdefault(axis, (name, size))
             if size != want:
                 fits = f" and {_said(other)} has {want}" if other else f" where {want} are needed"

@@ -23,7 +23,14 @@ def row_of_token(lengths_B: Tensor) -> Tensor:
 
 def on_tokens(values_B: Tensor, lengths_B: Tensor) -> Tensor:
     """[N]: each row's value on all of its tokens; differentiable."""
-    return cast("Tensor", _OnTokens.apply(values_B, lengths_B.to(values_B.device)))
+    lengths_B = lengths_B.to(values_B.device)
+    return cast("Tensor", _OnTokens.apply(values_B, lengths_B)) if values_B.requires_grad else _repeated(values_B, lengths_B)
+
+
+def _repeated(values_B: Tensor, lengths_B: Tensor) -> Tensor:
+    if values_B.device.type == "cpu" and values_B.dtype != torch.bfloat16:  # which NumPy does not know
+        return torch.from_numpy(np.repeat(values_B.numpy(), lengths_B.numpy()))
+    return torch.repeat_interleave(values_B, lengths_B)
 
 
 def row_counts(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
@@ -61,9 +68,7 @@ class _OnTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values_B: Tensor, lengths_B: Tensor) -> Tensor:
         ctx.save_for_backward(lengths_B)
-        if values_B.device.type == "cpu" and values_B.dtype != torch.bfloat16:  # which NumPy does not know
-            return torch.from_numpy(np.repeat(values_B.numpy(), lengths_B.numpy()))
-        return torch.repeat_interleave(values_B, lengths_B)
+        return _repeated(values_B, lengths_B)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -122,9 +127,9 @@ class CountedTokens:
 
 
 class Groups:
-    """Sums over groups told apart by id, each given back to all members.
+    """Sums over groups told apart by id, one a group or given back to all members.
 
-    groups_B: int64 [B] ids, in any order and with gaps.
+    groups_B: int64 [B] ids, in any order and with gaps. index: int64 [B], the group of each entry. sizes: float64 [G].
     """
 
     def __init__(self, groups_B: Tensor) -> None:
@@ -132,23 +137,33 @@ class Groups:
             "tuple[Tensor, Tensor, Tensor]", torch.unique(groups_B, return_inverse=True, return_counts=True)
         )
         self.num = len(counts_G)
-        self.size = self._members(counts_G.double())
+        self.sizes = counts_G.double()
+
+    @property
+    def size(self) -> Tensor:
+        """[B]: how many entries each entry's group has."""
+        return self.members(self.sizes)
+
+    def members(self, values_G: Tensor) -> Tensor:
+        """[B]: the value of each entry's group."""
+        return values_G.index_select(0, self.index)
+
+    def totals(self, values_B: Tensor) -> Tensor:
+        """[G]: the sum of each group."""
+        return values_B.new_zeros(self.num).index_add_(0, self.index, values_B)
 
     def sum(self, values_B: Tensor) -> Tensor:
         """[B]: the sum of each entry's group."""
-        return self._members(values_B.new_zeros(self.num).index_add_(0, self.index, values_B))
+        return self.members(self.totals(values_B))
 
     def mean(self, values_B: Tensor) -> Tensor:
         """[B]: the mean of each entry's group."""
-        return self.sum(values_B) / self.size.to(values_B.dtype)
+        return self.members(self.totals(values_B) / self.sizes.to(values_B.dtype))
 
     def lowest(self, values_B: Tensor) -> Tensor:
         """[B]: the least of each entry's group."""
-        return self._members(values_B.new_full((self.num,), torch.inf).scatter_reduce_(0, self.index, values_B, "amin"))
+        return self.members(values_B.new_full((self.num,), torch.inf).scatter_reduce_(0, self.index, values_B, "amin"))
 
     def highest(self, values_B: Tensor) -> Tensor:
         """[B]: the greatest of each entry's group."""
         return -self.lowest(-values_B)
-
-    def _members(self, values_G: Tensor) -> Tensor:
-        return values_G.index_select(0, self.index)
