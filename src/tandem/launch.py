@@ -161,7 +161,7 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
         if not from_dataset(recipe) or recipe.reward is not None:
             journal = stack.enter_context(closing(Journal(directory / "journal.jsonl")))
             rollout = await stack.enter_async_context(open_rollout(recipe, model, journal))
-        heldout = _heldout(recipe) if rollout is not None else None
+        heldout = _heldout(recipe) if rollout is not None and recipe.reward is not None else None
         phase = main_phase(recipe, model, None if from_dataset(recipe) else rollout)
         first = warmup_phase(recipe, model) if recipe.warmup is not None else None
         stack.enter_context(_open_directory(directory, resolved, resume, console))
@@ -345,6 +345,7 @@ async def _measured(
 
 async def _evaluated(recipe: Recipe, rollout: Rollout, heldout: Dataset) -> EvalResult:
     reward, seed = rollout.eval_reward, recipe.seed
+    assert reward is not None, "episodes are measured by a reward"
     return await evaluate(heldout, rollout.agent, reward, rollout.make_llm, recipe.sampling, recipe.evaluation, seed=seed)
 
 
@@ -409,8 +410,10 @@ async def _measure(recipe: Recipe, console: Console) -> None:
     console.print(_describe(model), markup=False, highlight=False)
     async with AsyncExitStack() as stack:
         loss = _heldout_loss(recipe, recipe.data.heldout, model) if from_dataset(recipe) else None
+        if loss is None and recipe.reward is None:
+            raise ConfigError("there is nothing to measure by: name a reward, e.g. reward.function=exact_match")
         rollout = None
-        if loss is None or recipe.reward is not None:
+        if recipe.reward is not None:
             rollout = await stack.enter_async_context(open_rollout(recipe, model))
         found = await _measured(recipe, loss, PolicyRef(), rollout, _heldout(recipe) if rollout is not None else None)
     for name, value in found.values.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.algos.columns import reads
 from tandem.algos.table import ALGORITHMS
 from tests.e2e.runs import read_lines, tandem
 
@@ -50,7 +51,8 @@ EXTRA = {
     "pf_ppo": CRITIC,
     "vapo": [*CRITIC, "algorithm.lam_policy=1.0"],  # its own is 0 below 20 tokens
 }
-POLICY = [name for name, row in ALGORITHMS.items() if row.advantage is not None]
+POLICY = [name for name, row in ALGORITHMS.items() if row.advantage is not None or "rollout_logprobs" in row.needs]
+TAUGHT = [name for name in POLICY if any(column.startswith("teacher_") for column in reads(ALGORITHMS[name]))]
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +77,25 @@ def teacher(recipe: Path) -> Path:
 @pytest.mark.parametrize("name", POLICY)
 def test_it_learns(name: str, recipe: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     extra = [override.replace("DIRECTORY", str(recipe.parent)) for override in EXTRA.get(name, ())]
-    if name in ("opd", "mopd"):
+    if name in TAUGHT:
         extra.append(f"teacher.path={request.getfixturevalue('teacher')}")
     overrides = (f"run.dir={tmp_path / 'run'}", f"algorithm={name}", *extra)
     assert tandem("train", str(recipe), *overrides) == 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["eval_after"]["pass@1"] - summary["eval_before"]["pass@1"] >= 0.15
+
+
+def test_a_teacher_needs_no_reward(recipe: Path, teacher: Path, tmp_path: Path) -> None:
+    """The same weights as with a reward that is measured and not read, and no episode is judged."""
+    weights: list[str] = []
+    for reward in ("reward.function=calculator", "reward=null"):
+        run = tmp_path / reward
+        overrides = (f"run.dir={run}", "algorithm=opd_topk", "trainer.steps=2", f"teacher.path={teacher}", reward)
+        assert tandem("train", str(recipe), *overrides) == 0
+        weights.append(json.loads((run / "summary.json").read_text())["weights"])
+        judged = ["reward/mean" in line for line in train_of(run)]
+        assert judged == [reward != "reward=null"] * 2
+    assert weights[0] == weights[1]
 
 
 MORE = {

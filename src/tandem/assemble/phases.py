@@ -176,8 +176,7 @@ def _check_batch(recipe: Recipe, chosen: Algorithm) -> None:
 
 def _components(recipe: Recipe, chosen: Algorithm, planned: Plan) -> tuple[str, ...]:
     """The declared parts of a reward. Raises ConfigError where the recipe and the algorithm do not agree on rewards."""
-    assert recipe.reward is not None
-    names, weights = recipe.reward.components, chosen.params.get("reward_weights")
+    names, weights = recipe.reward.components if recipe.reward is not None else (), chosen.params.get("reward_weights")
     if "reward_components" in planned.reads:
         if not names:
             raise ConfigError(

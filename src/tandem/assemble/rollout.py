@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from tandem.agents.env_loop import EnvLoop
+from tandem.algos.columns import reads
+from tandem.algos.table import configure
 from tandem.assemble.model import Model
 from tandem.checkpoint.journal import Journal
 from tandem.errors import ConfigError, RegistryError
@@ -36,7 +38,7 @@ def build_agent(section: AgentSection) -> AgentLoop:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The generating side, shared by training and evaluation, with a reward for each.
+    """The generating side, shared by training and evaluation, with a reward for each; without one where nothing is judged.
 
     A judgement of training that depended on a clock is journalled, so that a resumed run repeats it.
     """
@@ -44,25 +46,29 @@ class Rollout:
     engine: NativeEngine
     agent: AgentLoop
     make_llm: MakeLLM
-    reward: FunctionReward
-    eval_reward: FunctionReward
+    reward: FunctionReward | None
+    eval_reward: FunctionReward | None
 
 
 @asynccontextmanager
 async def open_rollout(recipe: Recipe, model: Model, journal: Journal | None = None) -> AsyncGenerator[Rollout]:
     """Starts what generates and judges, and ends all of it. Raises RewardError for a reward that cannot be loaded."""
-    if recipe.reward is None:
-        raise ConfigError(f"algorithm {recipe.algorithm.name} needs a reward: name one, e.g. reward.function=exact_match")
+    chosen = configure(recipe.algorithm.name, recipe.algorithm.params)
+    if recipe.reward is None and "rewards" in reads(chosen):
+        raise ConfigError(f"algorithm {chosen.name} needs a reward: name one, e.g. reward.function=exact_match")
     engine = NativeEngine(model.decoder, model.renderer.text, recipe.engine, exact=model.probed.exact)
-    reward, eval_reward = FunctionReward(recipe.reward, journal=journal), FunctionReward(recipe.reward)
+    reward = FunctionReward(recipe.reward, journal=journal) if recipe.reward is not None else None
+    eval_reward = FunctionReward(recipe.reward) if recipe.reward is not None else None
 
     def make_llm(key: Key, seed: int, params: SamplingParams) -> LLM:
         return Session(engine, model.renderer, key, params, seed=seed, max_context=recipe.engine.max_context)
 
     try:
-        await reward.start()
+        if reward is not None:
+            await reward.start()
         yield Rollout(engine, build_agent(recipe.agent), make_llm, reward, eval_reward)
     finally:
         await engine.close()
-        await reward.close()
-        await eval_reward.close()
+        for each in (reward, eval_reward):
+            if each is not None:
+                await each.close()

@@ -104,20 +104,20 @@ def verdict(
 ) -> Verdict:
     """What is left of a group.
 
-    Reasons: "reward_failed" for an episode; for the whole group "group_too_small" where fewer than `min_episodes` are left,
-    `lacks` where the group misses something else that it cannot be trained on without, and "filtered" where `keep` refuses
-    its rewards.
+    An episode that nobody judged is kept. Reasons: "reward_failed" for an episode; for the whole group "group_too_small" where
+    fewer than `min_episodes` are left, `lacks` where the group misses something else that it cannot be trained on without, and
+    "filtered" where `keep` refuses its rewards.
     """
     reasons = dict(dropped)
     kept: list[Episode] = []
     rewards: list[float] = []
     for episode in judged:
-        value = episode.reward.value if episode.reward is not None else None
-        if value is None:
+        if episode.reward is not None and episode.reward.value is None:
             reasons[episode.key] = "reward_failed"
-        else:
-            kept.append(episode)
-            rewards.append(value)
+            continue
+        kept.append(episode)
+        if episode.reward is not None and episode.reward.value is not None:
+            rewards.append(episode.reward.value)
     reason = lacks
     if len(kept) < max(min_episodes, 1):
         reason = "group_too_small"
@@ -131,15 +131,17 @@ def verdict(
 def episode_rows(episodes: Sequence[Episode], policy: StopPolicy) -> DataProto:
     """One row a sample of a group's episodes; masked ones have no true mask.
 
-    Row columns `rewards` (its episode's) and `group_rows` (int64, the number of these rows); object column `stop` (its episode's).
+    Row columns `rewards` (its episode's, where it was judged) and `group_rows` (int64, the number of these rows); object column
+    `stop` (its episode's).
     """
     owners = _owners(episodes)
     rows = DataProto.from_samples([sample for episode in episodes for sample in episode.samples])
     counts = torch.tensor([policy.action(episode.stop) == "train" for episode in owners])
     values = [episode.reward.value for episode in owners if episode.reward is not None]
+    rewards = {"rewards": torch.tensor(values, dtype=torch.float32)} if values else {}
     return rows.with_columns(
         token={"mask": rows["mask"] & counts[rows.row_of_token]},
-        row={"rewards": torch.tensor(values, dtype=torch.float32), GROUP_ROWS: torch.full((len(owners),), len(owners))},
+        row={GROUP_ROWS: torch.full((len(owners),), len(owners))} | rewards,
         objects={"stop": [episode.stop for episode in owners]},
     )
 

@@ -69,22 +69,24 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class _Cohort:
-    """Episodes of one task that were judged together; `judged` have a reward, `dropped` a reason why not."""
+    """Episodes of one task that were judged together; `judged` have a reward, where there is one, `dropped` a reason why not."""
 
     episodes: list[Episode]
     judged: list[Episode]
     dropped: dict[Key, str]
 
     @property
-    def rewarded(self) -> list[Episode]:
-        return [episode for episode in self.judged if episode.reward is not None and episode.reward.ok]
+    def good(self) -> list[Episode]:
+        """Those whose reward did not fail."""
+        return [episode for episode in self.judged if episode.reward is None or episode.reward.ok]
 
 
 class RolloutSource:
     """Implements ports.Source. One iteration at a time; see the module's docstring.
 
-    reads: the columns that the plan and the update read; of those in `costly` only these are made. components: the names of
-    column `reward_components`, in order; each reward must have them.
+    reward: None where nobody judges, and column `rewards` is not given. reads: the columns that the plan and the update read; of
+    those in `costly` only these are made. components: the names of column `reward_components`, in order; each reward must have
+    them.
     """
 
     costly: ClassVar[frozenset[str]] = frozenset({"reward_baselines", "reward_components"})
@@ -98,7 +100,7 @@ class RolloutSource:
         *,
         dataset: Dataset,
         agent: AgentLoop,
-        reward: Reward,
+        reward: Reward | None,
         make_llm: MakeLLM,
         params: SamplingParams,
         queue: TransferQueue,
@@ -205,7 +207,7 @@ class RolloutSource:
             sampled = cohorts.create_task(self._cohort(task, keys, self._params, self._config.stops), name=f"group {group}")
             companion = cohorts.create_task(self._companion(task, group), name=f"companion of group {group}")
         cohort, greedy = sampled.result(), companion.result()
-        lacks = "greedy_failed" if greedy is not None and not greedy.rewarded else ""
+        lacks = "greedy_failed" if greedy is not None and not greedy.good else ""
         outcome = verdict(cohort.judged, cohort.dropped, min_episodes=self._min_episodes, keep=self._keep, lacks=lacks)
         crash_point("rollout.before_put")
         # From here to the end no other task runs, so a snapshot sees the group either running or done.
@@ -239,7 +241,7 @@ class RolloutSource:
             ]
         episodes = [episode.result() for episode in running]
         judged, dropped = to_judge(episodes, stops)
-        if judged:
+        if judged and self._reward is not None:
             judged = with_rewards(task, judged, await self._reward(task, judged), self._components)
         return _Cohort(episodes, judged, dropped)
 
@@ -248,7 +250,7 @@ class RolloutSource:
         credited = self._shaped(kept)
         rows, more = episode_rows(credited, self._config.stops), dict[str, torch.Tensor]()
         if greedy is not None:
-            (baseline,) = _values(self._shaped(greedy.rewarded))
+            (baseline,) = _values(self._shaped(greedy.good))
             more["reward_baselines"] = torch.full((len(rows),), baseline)
         if "reward_components" in self._reads:
             more["reward_components"] = reward_components(credited, self._components)
@@ -270,11 +272,11 @@ class _Tally:
     first: str = ""
 
     def count(self, group: GroupKey, cohort: _Cohort, greedy: _Cohort | None, outcome: Verdict) -> None:
-        self.good[group.ordinal] = len(cohort.rewarded)
+        self.good[group.ordinal] = len(cohort.good)
         if outcome.reason:
             self.refused[outcome.reason] += 1
         for each in (cohort,) if greedy is None else (cohort, greedy):
-            self.failed += len(each.episodes) - len(each.rewarded)
+            self.failed += len(each.episodes) - len(each.good)
             for episode in (*each.judged, *each.episodes):
                 self.first = self.first or _complaint(episode)
 
@@ -319,7 +321,7 @@ def _complaint(episode: Episode) -> str:
 
 def _greedy_metrics(greedy: _Cohort) -> Metrics:
     """Of one group's greedy companion, which is in no other metric."""
-    values = _values(greedy.rewarded)
+    values = _values(greedy.good)
     tokens = sum(int(sample.mask.sum()) for episode in greedy.episodes for sample in episode.samples)
     return Metrics({"reward/greedy": Metric(sum(values), len(values))}) + Metrics.sum(
         {"rollout/greedy_episodes": len(greedy.episodes), "rollout/greedy_tokens": tokens}
