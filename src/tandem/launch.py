@@ -418,7 +418,7 @@ async def _measure(recipe: Recipe, console: Console) -> None:
         found = await _measured(recipe, loss, PolicyRef(), rollout, _heldout(recipe) if rollout is not None else None)
     for name, value in found.values.items():
         note = "  episodes that could not be judged; they are in no rate" if name == "failed" and value else ""
-        console.print(f"{name:<10} {value:.3f}" if name not in ("n", "failed") else f"{name:<10} {value:.0f}{note}")
+        console.print(f"{name:<20} {value:.3f}" if name not in ("n", "failed") else f"{name:<20} {value:.0f}{note}")
     for episode in found.result.episodes[:3] if found.result is not None else ():
         console.print(shown(SampleRecord.of(episode)), soft_wrap=True)
 

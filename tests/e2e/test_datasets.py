@@ -101,4 +101,4 @@ def test_a_finished_run_is_measured_again(recipe: Path, tmp_path: Path, capsys: 
     capsys.readouterr()
     assert tandem("eval", str(tmp_path / "run")) == 0
     loss = summary(tmp_path / "run")["eval_after"]["loss"]
-    assert f"loss       {loss:.3f}" in capsys.readouterr().out
+    assert f"{'loss':<20} {loss:.3f}" in capsys.readouterr().out

@@ -123,7 +123,7 @@ def test_supervised_training_from_a_file(tmp_path: Path, capsys: pytest.CaptureF
     assert losses[-1] < 0.7 * losses[0]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert tandem("eval", str(tmp_path / "run")) == 0
-    assert f"loss       {summary['eval_after']['loss']:.3f}" in capsys.readouterr().out
+    assert f"{'loss':<20} {summary['eval_after']['loss']:.3f}" in capsys.readouterr().out
     alone = ("trainer.steps=1", "data.heldout=null", "model.new=null", f"model.path={tmp_path / 'run' / 'final'}")
     assert tandem("train", recipe, f"run.dir={tmp_path / 'other'}", *alone, *overrides) == 0
     assert "nothing was measured" in capsys.readouterr().out

@@ -108,7 +108,8 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
     derived = stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived"))
     resample = stages.resample(chosen, queue, seed=seed_of(recipe.seed, "resample"))
     kl = KLControls(chosen)
-    known = (stages.advantages(chosen, queue), *of_policy, resample, *derived, *kl.stages(queue), *roles.stages)
+    credit = (stages.advantages(chosen, queue),) if chosen.advantage is not None else ()
+    known = (*credit, *of_policy, resample, *derived, *kl.stages(queue), *roles.stages)
     planned = _planned(chosen.needs | roles.needs, RolloutSource.columns, known, chosen)
     source = RolloutSource(
         dataset=build_dataset(recipe.data.train, "train", seed_of(recipe.seed, "tasks")),
