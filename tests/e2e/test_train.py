@@ -85,7 +85,7 @@ def test_eval_of_a_run_repeats_its_last_measurement(run: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     after = json.loads((run / "summary.json").read_text())["eval_after"]
     assert f"{'pass@1':<20} {after['pass@1']:.3f}" in said
-    assert f"greedy     {after['greedy']:.3f}" in said
+    assert f"{'greedy':<20} {after['greedy']:.3f}" in said
 
 
 def test_a_model_directory_goes_on(run: Path, tmp_path: Path) -> None:
