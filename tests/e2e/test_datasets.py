@@ -32,7 +32,9 @@ logs: []
 """
 SHAPE = "model={path: null, new: {hidden_size: 32, intermediate_size: 64, num_layers: 1, num_heads: 2, max_positions: 32}}"
 SFT = ("algorithm=sft", "data.train.columns={completion: good}")
-DATASET = [name for name, row in ALGORITHMS.items() if row.advantage is None and not row.needs & {"rollout_logprobs", "rewards"}]
+DATASET = [
+    name for name, row in ALGORITHMS.items() if row.advantage is None and not row.needs & {"rollout_logprobs", "rewards", "returns"}
+]
 PAIRS = [name for name in DATASET if "chosen" in ALGORITHMS[name].needs]
 TAUGHT = [name for name in DATASET if "teacher_topk_ids" in reads(ALGORITHMS[name])]
 
