@@ -34,7 +34,7 @@ def rows(ordinals: range, *, masked: frozenset[int] = frozenset(), members: int 
 
 
 def update(
-    data: DataProto, config: LearnerConfig, *, ranks: int = 1, seed: int = 0, algorithm: Algorithm = SFT
+    data: DataProto, config: LearnerConfig, *, ranks: int = 1, averaged: int = 1, seed: int = 0, algorithm: Algorithm = SFT
 ) -> tuple[Metrics, TableEngine]:
     async def scenario() -> tuple[Metrics, TableEngine]:
         queue = FakeQueue()
@@ -42,7 +42,8 @@ def update(
             await queue.reserve(GroupKey(*group), sum(key.group == group for key in data.keys))
         await queue.put(data)
         engine = TableEngine()
-        learner = MinibatchLearner([Trained(InlineGroup([TrainWorker(engine, queue, algorithm)] * ranks))], config, seed=seed)
+        worker = TrainWorker(engine, queue, algorithm, ranks=averaged)
+        learner = MinibatchLearner([Trained(InlineGroup([worker] * ranks))], config, seed=seed)
         return await learner.update(data.ref()), engine
 
     return asyncio.run(scenario())
@@ -70,6 +71,12 @@ def test_a_token_weighs_the_same_on_any_number_of_ranks(aggregation: str) -> Non
         assert len(engine.seen) == ranks
         weights.append(DataProto.concat(engine.seen).by_keys(rows(range(4)).keys))
     assert torch.equal(weights[0]["loss_weights"], weights[1]["loss_weights"])
+
+
+def test_weights_make_up_for_an_engine_that_averages_over_ranks() -> None:
+    (once,), parts = (update(rows(range(4)), LearnerConfig(), ranks=ranks, averaged=ranks)[1].seen for ranks in (1, 2))
+    averaged = DataProto.concat(parts).by_keys(once.keys)
+    assert torch.equal(averaged["loss_weights"], 2 * once["loss_weights"])
 
 
 def test_an_empty_minibatch_stops_the_run_or_is_counted() -> None:

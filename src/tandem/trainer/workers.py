@@ -47,12 +47,15 @@ class TrainWorker(ModelWorker):
     """One rank of a role that is trained.
 
     objective: a configured row. role: columns of its optimiser steps are role_loss_weights, ... in the queue; its metrics
-    are role/loss, ..., and train/loss, ... where it is the policy.
+    are role/loss, ..., and train/loss, ... where it is the policy. ranks: over how many its engine averages gradients.
     """
 
-    def __init__(self, engine: TrainEngine, queue: TransferQueue, objective: Algorithm, role: str = "policy") -> None:
+    def __init__(
+        self, engine: TrainEngine, queue: TransferQueue, objective: Algorithm, role: str = "policy", *, ranks: int = 1
+    ) -> None:
         super().__init__(engine, queue)
         self._objective = objective
+        self._ranks = ranks
         self._loss = columns.loss_ref(objective)
         self._own = {f"{role}_{column}": column for column in columns.step_gives(objective)}
         self._prefix = "train" if role == "policy" else role
@@ -61,7 +64,7 @@ class TrainWorker(ModelWorker):
     async def weigh(self, batch: BatchRef) -> Metrics:
         """Writes the loss weights of these rows, which are one optimiser step. Raises EmptyBatchError where none counts."""
         rows = await fetch(self._queue, batch, columns.step_needs(self._objective))
-        found = columns.step_columns(self._objective, {**rows.batch, "lengths": rows.lengths})
+        found = columns.step_columns(self._objective, {**rows.batch, "lengths": rows.lengths}, ranks=self._ranks)
         if not bool((found["loss_weights"] != 0).any()):
             raise EmptyBatchError(f"every loss weight of the {len(rows)} rows is zero: there is nothing to train on")
         token = {own: found[column] for own, column in self._own.items()}
