@@ -457,9 +457,13 @@ def test_probabilities_are_compared_in_float64() -> None:
             assert bool(found.kept) is kept
 
 
-def test_squares_of_tiny_log_ratios_do_not_vanish() -> None:
-    found = corrections.m2po(torch.tensor([1e-25, 0.0]), torch.zeros(2), torch.tensor([True, True]), m2_threshold=1e-55)
-    assert found.kept.tolist() == [False, True]
+def test_squares_are_taken_in_float64() -> None:
+    """The square of 0.2 rounds up to its own bound in float32; the mean must be below, and in float64 it is."""
+    log_ratios = torch.full((2,), 0.2)
+    bound = (log_ratios**2)[0].item()
+    assert bound > log_ratios[0].item() ** 2
+    found = corrections.m2po(log_ratios, torch.zeros(2), torch.tensor([True, True]), m2_threshold=bound)
+    assert found.kept.tolist() == [True, True]
 
 
 def test_low_precision_is_widened_before_the_difference() -> None:

@@ -70,6 +70,22 @@ def test_discounted_sums_step_over_what_is_masked() -> None:
     assert not discounted_sums(VALUES.clone().requires_grad_(), MASK, LENGTHS, 0.5).requires_grad
 
 
+def test_rows_without_a_counted_token_end_nowhere() -> None:
+    none = CountedTokens(torch.tensor([False, False]), torch.tensor([1, 1]))
+    assert none.last().tolist() == [False, False]
+    assert discounted_sums(torch.ones(2), torch.tensor([False, False]), torch.tensor([1, 1]), 0.5).tolist() == [0.0, 0.0]
+
+
+def test_precision() -> None:
+    half = on_tokens(torch.tensor([1.5, -2.0], dtype=torch.bfloat16), torch.tensor([2, 1]))
+    assert (half.tolist(), half.dtype) == ([1.5, 1.5, -2.0], torch.bfloat16)
+    assert row_max(torch.ones(1, dtype=torch.bfloat16), torch.tensor([True]), torch.tensor([1])).dtype == torch.float32
+    every, one_row = torch.ones(9, dtype=torch.bool), torch.tensor([9])
+    values, discount = torch.ones(9, dtype=torch.float64), torch.tensor([0.1])
+    want = discounted_sums(values, every, one_row, discount.double())
+    assert torch.equal(discounted_sums(values, every, one_row, discount), want)
+
+
 def test_groups_by_id() -> None:
     groups = Groups(torch.tensor([7, -1, 7, 40]))
     values = torch.tensor([1.0, 5.0, -3.0, -2.0])

@@ -38,3 +38,11 @@ def test_random_tokens_come_from_between_the_bounds_by_lot() -> None:
     assert drawn(2.0, 4.0) == [0, 0, 0, 0, 0]  # bounds are outside
     assert drawn(3.0, 4.5, 1.0) == [1, 0, 0, 0, 0]
     assert drawn(0.0, 4.0) == [0, 0, 0, 1, 0]
+
+
+def test_means_are_taken_in_float64() -> None:
+    """In float32, 1 is lost beside 2^24."""
+    x, a = torch.tensor([4.0, -1.0, -1.0, -1.0, -1.0]), torch.tensor([2.0**24, 1.0, 1.0, 1.0, 1.0])
+    for first, second in ((x, a), (a, x)):
+        found = covariances(first, second, torch.ones(5, dtype=torch.bool))
+        assert found.tolist() == [4 * 13421772.0, *[3355443.0] * 4]

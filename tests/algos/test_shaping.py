@@ -60,6 +60,8 @@ def test_overlong_responses_pay_for_what_is_in_the_buffer() -> None:
     found = overlong_penalty(torch.ones(5), lengths, max_len=10, buffer_len=4)
     assert found.tolist() == [1.0, 1.0, 0.75, 0.0, 0.0]
     assert overlong_penalty(torch.ones(5), lengths, max_len=10, buffer_len=4, penalty_factor=0.5).tolist()[2:] == [0.875, 0.5, 0.5]
+    exact = overlong_penalty(torch.ones(1, dtype=torch.float64), torch.tensor([8]), max_len=10, buffer_len=3)
+    assert exact.tolist() == [1 - 1 / 3]
 
 
 def test_what_ran_out_of_tokens_earns_less() -> None:
