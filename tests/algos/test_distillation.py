@@ -18,6 +18,7 @@ from tandem.algos.distillation import (
     jensen_shannon,
     jsd_distillation,
     topk_distillation,
+    topk_kl,
     topk_kl_at,
     with_rest,
 )
@@ -153,3 +154,22 @@ def test_all_other_tokens_count_as_one() -> None:
     want = jensen_shannon(with_rest(STUDENT), with_rest(TEACHER), jsd_beta=0.25)
     assert term.terms["distillation"].tolist() == pytest.approx([2 * want[0].item(), 0.0])
     assert term.metrics.values_by_name() == pytest.approx({"kl_distillation": want[0].item(), "student_mass": 0.75})
+
+
+def test_the_share_of_the_teacher_is_exact_in_float64() -> None:
+    s, t, beta = torch.tensor([[0.8, 0.2]]).double(), torch.tensor([[0.4, 0.6]]).double(), 0.3
+    middle = beta * t + (1 - beta) * s
+    want = beta * (t * (t / middle).log()).sum() + (1 - beta) * (s * (s / middle).log()).sum()
+    assert jensen_shannon(s.log(), t.log(), jsd_beta=beta).item() == pytest.approx(want.item(), rel=1e-12)
+
+
+def test_logits_are_looked_up_at_the_teachers_tokens() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.0]]).double().requires_grad_()
+    teacher, ids = torch.tensor([[0.5, 0.25]]).double().log(), torch.tensor([[1, 2]])
+    student = logits.detach().log_softmax(-1)[:, 1:]
+    for weight in (0.0, 0.25, 1.0):
+        want = topk_kl_at(student, teacher, direction="mixed", mixed_weight=weight, floor=False)
+        found = topk_kl(logits, teacher, ids, direction="mixed", mixed_weight=weight, floor=False)
+        assert found.loss.item() == pytest.approx(want.loss.item())
+        assert found.student_mass.item() == pytest.approx(student.exp().sum().item())
+        assert not found.student_mass.requires_grad
