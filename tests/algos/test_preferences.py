@@ -17,6 +17,7 @@ from tandem.algos.composition import loss_sum
 from tandem.algos.functions import loss_function
 from tandem.algos.policy_losses import ppo_clip
 from tandem.algos.preferences import (
+    chosen_nll,
     implicit_reward_accuracy,
     implicit_reward_loss,
     implicit_reward_term,
@@ -229,3 +230,48 @@ def test_an_implicit_process_model_learns_from_outcomes() -> None:
     assert scope_of(implicit_reward_term) == "row"
     with pytest.raises(ValueError, match="implicit_beta"):
         implicit_reward_term(LossInputs(x, mask, lengths, columns), implicit_beta=0.0)
+
+
+def pair(x: list[float], f: list[float], chosen: Tensor, groups: list[int]) -> LossInputs:
+    num = len(x)
+    columns = {"ref_logprobs": torch.tensor(f), "chosen": chosen}
+    ones = torch.ones(num, dtype=torch.int64)
+    return LossInputs(torch.tensor(x), ones.bool(), ones, columns, groups=torch.tensor(groups))
+
+
+def test_a_column_of_numbers_says_which_is_chosen() -> None:
+    found = preference_term(pair([-1.0, -2.0], [-1.5, -1.0], torch.tensor([1.0, 0.0]), [3, 3]), beta=1.0)
+    assert found.loss.tolist() == pytest.approx([math.log1p(math.exp(-1.5))] * 2)
+
+
+def test_one_group_that_is_no_pair_is_enough_to_refuse() -> None:
+    for chosen in ([1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]):
+        with pytest.raises(ColumnError, match="a pair is a group of two rows"):
+            preference_term(pair([0.0] * 4, [0.0] * 4, torch.tensor(chosen), [3, 3, 4, 4]))
+
+
+def test_a_masked_token_costs_nothing_and_rewards_are_added_up_in_float64() -> None:
+    big = pair([2.0**24, 0.0, 1.0, 0.0], [0.0] * 4, torch.tensor([1.0, 0.0, 1.0, 0.0]), [3, 3, 4, 4])
+    found = preference_term(big, beta=1.0).metrics
+    assert (found["reward_chosen"].value, found["reward_margin"].value) == ((2**24 + 1) / 2, (2**24 + 1) / 2)
+    mask, lengths = torch.tensor([False, True, True, False]), torch.tensor([2, 2])
+    columns = {"ref_logprobs": torch.zeros(4), "chosen": torch.tensor([True, False])}
+    masked = LossInputs(-torch.ones(4), mask, lengths, columns, groups=torch.tensor([3, 3]))
+    assert preference_term(masked).terms["preference"].tolist() == pytest.approx([0.0, math.log(2), math.log(2), 0.0])
+
+
+def test_a_pair_may_imitate_its_chosen_response_too() -> None:
+    given = pair([-1.0, -2.0], [-1.5, -1.0], torch.tensor([1.0, 0.0]), [3, 3])
+    found = chosen_nll(given, nll_coef=0.25)
+    assert found.terms["nll"].tolist() == [0.5, 0.0]  # doubled, since half of all rows are chosen
+    assert found.metrics.values_by_name() == {"nll_chosen": 1.0}
+    nothing = chosen_nll(given, nll_coef=0.0)
+    assert (dict(nothing.terms), nothing.metrics.values_by_name()) == ({}, {})
+
+
+def test_a_sum_above_zero_says_right() -> None:
+    columns = {"ref_logprobs": torch.zeros(1), "rewards": torch.ones(1)}
+    given = LossInputs(torch.tensor([0.5]), torch.tensor([True]), torch.tensor([1]), columns)
+    assert implicit_reward_term(given).metrics["implicit_accuracy"].value == 1
+    _, signs = implicit_reward_accuracy(torch.zeros(2), torch.ones(2), torch.tensor([1, 1]))
+    assert signs.item() == 0
