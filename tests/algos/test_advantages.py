@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -194,3 +195,86 @@ def test_ddof_with_two_members() -> None:
     assert group_baseline(rewards, groups, leave_one_out=True).tolist() == [1.0, -1.0]
     assert group_baseline(rewards, groups, scale="batch", std_eps=0.0).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
     assert group_baseline(torch.tensor([3.0]), torch.tensor([1]), scale="batch", std_eps=0.0).tolist() == [0.0]
+
+
+# --------------------------------------------------------------------------------------------- for every estimator
+
+GROUPED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "group_baseline": group_baseline,
+    "leave one out": lambda rewards, groups: group_baseline(rewards, groups, leave_one_out=True),
+    "of the batch": lambda rewards, groups: group_baseline(rewards, groups, scale="batch"),
+    "batch_baseline": lambda rewards, groups: batch_baseline(rewards),
+    "length_weighted": lambda rewards, groups: length_weighted_baseline(rewards, groups, torch.arange(1, len(rewards) + 1)),
+    "nonzero_scaled": nonzero_scaled_baseline,
+    "mean_normalized": mean_normalized,
+    "best_of_group": best_of_group,
+    "decoupled": lambda rewards, groups: decoupled_normalization(torch.stack([rewards, rewards], 1), groups),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_equal_rewards_give_exactly_zero_and_a_result_is_float32(name: str) -> None:
+    for num in (3, 5, 7):
+        for reward in (0.1, 0.7, 1e6 + 0.1):
+            for dtype in (torch.float32, torch.float64):
+                found = GROUPED[name](torch.full((num,), reward, dtype=dtype), torch.zeros(num, dtype=torch.int64))
+                assert found.tolist() == [0.0] * num
+                assert found.dtype == torch.float32
+    assert soft_mean_centred(torch.ones(2, dtype=torch.float64)).dtype == torch.float32
+    assert soft_mean_centred(torch.tensor([0.3])).tolist() == [0.0]
+
+
+def rounded_once(found: Tensor, want: Tensor) -> None:
+    """`found` is `want`, computed in float64, to half of the last place of float32."""
+    assert bool(((found.double() - want).abs() <= 6e-8 * want.abs() + 1e-30).all())
+
+
+def test_arithmetic_is_in_float64() -> None:
+    """Groups of 50; the best of a group, and the largest of all, are well apart."""
+    rewards = torch.rand(200, generator=torch.Generator().manual_seed(0)) + 1000
+    groups, r = torch.arange(200) % 4, rewards.double()
+    counts = torch.arange(200) % 7 + 1
+    mean, std = (torch.stack([f(r[groups == g]) for g in range(4)])[groups] for f in (torch.mean, torch.std))
+    weighted = torch.stack([(r * counts)[groups == g].sum() / counts[groups == g].sum() for g in range(4)])[groups]
+    rounded_once(group_baseline(rewards, groups, std_eps=0.0), (r - mean) / std)
+    rounded_once(batch_baseline(rewards), r - r.mean())
+    rounded_once(length_weighted_baseline(rewards, groups, counts), r - weighted)
+    rounded_once(nonzero_scaled_baseline(rewards, groups), r - mean)
+    rounded_once(mean_normalized(rewards, groups, mean_eps=0.0), (r - mean) / mean)
+    rounded_once(soft_mean_centred(rewards), r - r.exp().mean().log())
+    best = best_of_group(rewards, groups, std_eps=0.0)
+    for group in range(4):
+        (first, second), mine = r[groups == group].topk(2).values, groups == group
+        rounded_once(best[mine].max(), (first - second) / std[mine][0])
+    components = torch.stack([rewards, rewards.flip(0)], 1)
+    parts = [group_baseline(each, groups).double() for each in components.unbind(1)]
+    found = decoupled_normalization(components, groups, reward_weights=[0.3, 0.1])
+    assert torch.equal(found, (0.3 * parts[0] + 0.1 * parts[1]).float())
+
+
+def test_pairs_learn() -> None:
+    rewards, pair = torch.tensor([1.0, 0.0]), torch.tensor([3, 3])
+    assert length_weighted_baseline(rewards, pair, torch.tensor([1, 1])).tolist() == [0.5, -0.5]
+    assert length_weighted_baseline(rewards, pair, torch.tensor([1, 0])).tolist() == [0.0, -1.0]
+    assert nonzero_scaled_baseline(rewards, pair).tolist() == [1.0, -1.0]  # one of two has a reward
+    assert nonzero_scaled_baseline(torch.tensor([1.0, 1.0, 0.0]), torch.tensor([3, 3, 3])).tolist() == pytest.approx(
+        [0.5, 0.5, -1.0]
+    )
+    assert mean_normalized(rewards, pair, mean_eps=0.25).tolist() == pytest.approx([2 / 3, -2 / 3])
+    assert best_of_group(rewards, pair, std_eps=0.25).tolist() == pytest.approx([1 / (0.5**0.5 + 0.25), 0.0])
+    components = torch.tensor([[1.0, 3.0], [0.0, 0.0]])
+    assert decoupled_normalization(components, pair, std_eps=1.0).tolist() == pytest.approx(
+        [0.5 / (1 + 0.5**0.5) + 1.5 / (1 + 3 * 0.5**0.5), -0.5 / (1 + 0.5**0.5) - 1.5 / (1 + 3 * 0.5**0.5)]
+    )
+
+
+def test_what_rounding_leaves_of_equal_others_is_a_share_of_all_squares() -> None:
+    """A deviation counts if its square is more than 1e-12 of that of the whole group: from about 1.2e-6 of the range."""
+
+    def last(others: float, scale: float = 1.0) -> float:
+        rewards = scale * torch.tensor([0.0, others, 1.0], dtype=torch.float64)
+        return group_baseline(rewards, torch.zeros(3, dtype=torch.int64), leave_one_out=True, std_eps=0.0)[2].item()
+
+    assert last(1.41e-6) == pytest.approx(2**0.5 / 1.41e-6, rel=1e-4)
+    assert last(1.0e-6) == pytest.approx(1.0, rel=1e-4)
+    assert last(1e-2, scale=1e-6) == pytest.approx((1 - 5e-3) * 2**0.5 / 1e-2, rel=1e-4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.algos.aggregation import AGGREGATIONS, Aggregation, aggregate, loss_weights
+from tandem.algos.aggregation import AGGREGATIONS, Aggregation, aggregate, loss_weights, mean_over
 from tandem.errors import EmptyBatchError
 
 #   row 0: two of three tokens count; row 1: none; row 2: one of one
@@ -71,3 +71,18 @@ def test_aggregate_ignores_what_is_masked_in_value_and_gradient() -> None:
     total.backward()
     assert total.item() == 16
     assert torch.equal(loss.grad, 2.0 * MASK)  # type: ignore[arg-type]
+
+
+def test_weights_are_divided_in_float64() -> None:
+    """Three sevenths are not three times a seventh in float32."""
+    found = loss_weights(torch.ones(7, dtype=torch.bool), torch.tensor([7]), ranks=3)
+    assert torch.equal(found, torch.full((7,), 3 / 7))
+    assert bool((loss_weights(MASK, LENGTHS, aggregation="seq-mean-token-sum-norm", length_constant=0.5)[MASK] == 1.0).all())
+
+
+def test_a_mean_over_chosen_tokens() -> None:
+    """The factor times the weights adds up to one; tokens without a weight are not chosen."""
+    chosen, weighing = torch.tensor([True, True, False, True]), torch.tensor([1.0, 0.25, 1.0, 0.0])
+    assert mean_over(chosen, weighing).tolist() == [0.5, 2.0, 0.0, 0.0]
+    assert mean_over(chosen, weighing, ranks=2).tolist() == [1.0, 4.0, 0.0, 0.0]
+    assert mean_over(chosen, weighing, repeats_N=torch.tensor([3.0, 1.0, 1.0, 1.0])).tolist() == [0.75, 1.0, 0.0, 0.0]

@@ -119,3 +119,36 @@ def test_whitening_by_hand() -> None:
 def test_an_implicit_process_model_pays_its_log_ratio() -> None:
     prm, ref, mask = torch.tensor([-1.0, 9.0, -2.0]), torch.tensor([-2.0, 9.0, -1.5]), torch.tensor([True, False, True])
     assert returns.process_rewards(prm, ref, mask, implicit_beta=0.5).tolist() == [0.5, 0.0, -0.25]
+
+
+def test_gamma_and_lambda_have_their_own_places() -> None:
+    """delta_t = r_t + 0.5 V_next - V_t, A_t = delta_t + 0.5 * 0.25 A_next."""
+    found = returns.gae(TOKENS, VALUES, MASK, LENGTHS, gamma=0.5, lam=0.25)
+    assert found.advantages.tolist() == [-0.375 + 0.75 / 8, 0, 0.75, 0, 0.5 - 1 / 8, -1, 0]
+    both = returns.decoupled_gae(TOKENS, VALUES, MASK, LENGTHS, gamma=0.5, lam_value=0.25, lam_policy=1.0)
+    assert both.returns.tolist() == found.returns.tolist()
+    assert both.advantages.tolist() == [-0.375 + 0.75 / 2, 0, 0.75, 0, 0.0, -1, 0]
+
+
+def test_adaptive_lambdas_have_the_precision_of_the_values() -> None:
+    rewards, values = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    found = returns.decoupled_gae(rewards, values, torch.ones(3, dtype=torch.bool), torch.tensor([3]), length_adaptive_alpha=0.7)
+    lam = 1 - 1 / (0.7 * 3)
+    assert found.advantages.tolist() == pytest.approx([lam**2, lam, 1.0], rel=1e-14)
+
+
+def test_equal_rewards_of_a_process_give_exactly_zero_and_float32() -> None:
+    tenths = torch.full((7,), 0.1)
+    found = returns.process_and_outcome(tenths, torch.full((3,), 0.7), torch.zeros(3).long(), MASK, LENGTHS)
+    assert found.advantages.tolist() == [0.0] * 7
+    assert found.advantages.dtype == torch.float32
+
+
+def test_a_row_alone_has_no_baseline() -> None:
+    mask, lengths = torch.tensor([True, True, False]), torch.tensor([2, 1])
+    for groups in ([3, 4], [3, 3]):  # alone in its group, or beside a row without a counted token
+        ids = torch.tensor(groups)
+        process = returns.process_and_outcome(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1.0, 0.0]), ids, mask, lengths)
+        assert process.advantages.tolist() == [0.0, 0.0, 0.0]
+        token = returns.optimal_token_baseline(torch.tensor([0.0, 1.0, 9.0]), -torch.ones(3), torch.ones(3), ids, mask, lengths)
+        assert token.advantages.tolist() == [0.0, 0.0, 0.0]
