@@ -5,7 +5,8 @@
 A decoder of 10 million parameters, 16 rows of 64 to 256 tokens, GRPO with every column given, float32. `one` is a process
 that holds the model alone and gets all rows; `sharded` are two ranks with half of the tokens each; `apart` are the same
 two processes with the same halves, each with a model of its own and nothing to tell the other: what two cores can do
-here at all. Ways take turns and the best of several rounds counts, since noise only adds time.
+here at all. Ways take turns and the best of several rounds counts, since noise only adds time. `cpu` says the same by the
+processor time of the slowest rank, which other work on the machine does not take part in.
 """
 
 from __future__ import annotations
@@ -84,29 +85,32 @@ class Trainer:
         }
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
-    async def step(self, engine: str) -> float:
-        """One optimiser step; its loss."""
+    async def step(self, engine: str) -> tuple[float, float]:
+        """One optimiser step; its loss, and the processor time that it took here."""
+        start = time.process_time()
         metrics, _ = self.engines[engine].forward_backward(self.part, LOSS)
         self.engines[engine].step()
-        return metrics["train/loss"].value
+        return metrics["train/loss"].value, time.process_time() - start
 
 
-async def measure(logs: Path) -> dict[str, float]:
+async def measure(logs: Path) -> dict[str, dict[str, float]]:
+    """Tokens a second by clock and way."""
     num_tokens = rows(1).num_tokens
     async with Processes(logs, limit_s=LIMIT_S) as runtime:
         await runtime.start(place([ResourcePool("one", 1), ResourcePool("two", 2)], Hardware(cores=3)))
         one, two = [await runtime.group("policy", pool, f"{__file__}:Trainer", collectives=True) for pool in ("one", "two")]
         ways: dict[str, tuple[ProcessGroup, str]] = {"one": (one, "alone"), "sharded": (two, "sharded"), "apart": (two, "alone")}
-        seconds = dict.fromkeys(ways, float("inf"))
+        seconds = {clock: dict.fromkeys(ways, float("inf")) for clock in ("wall", "cpu")}
         for round_ in range(ROUNDS + 1):
             for way, (group, engine) in ways.items():
                 start = time.perf_counter()
-                losses = await group.call_each(Trainer.step, engine)
-                if round_:  # the first warms up
-                    seconds[way] = min(seconds[way], time.perf_counter() - start)
+                losses, cpu = zip(*await group.call_each(Trainer.step, engine), strict=True)
+                for clock, spent in (("wall", time.perf_counter() - start), ("cpu", max(cpu))):
+                    if round_:  # the first warms up
+                        seconds[clock][way] = min(seconds[clock][way], spent)
                 if way == "sharded":
                     assert losses[0] == losses[1], losses
-    return {way: num_tokens / value for way, value in seconds.items()}
+    return {clock: {way: num_tokens / spent for way, spent in found.items()} for clock, found in seconds.items()}
 
 
 def main() -> None:
@@ -114,13 +118,17 @@ def main() -> None:
         rates = asyncio.run(measure(Path(logs)))
     found = {
         "parameters": sum(parameter.numel() for parameter in init_decoder(SHAPE, 0).parameters()),
-        "tokens_per_s": {way: round(rate) for way, rate in rates.items()},
-        "sharded_to_one": round(rates["sharded"] / rates["one"], 3),
-        "sharded_to_apart": round(rates["sharded"] / rates["apart"], 3),
         "goal": GOAL,
+    } | {
+        clock: {
+            "tokens_per_s": {way: round(rate) for way, rate in each.items()},
+            "sharded_to_one": round(each["sharded"] / each["one"], 2),
+            "sharded_to_apart": round(each["sharded"] / each["apart"], 2),
+        }
+        for clock, each in rates.items()
     }
     print(json.dumps(found, indent=2))
-    sys.exit(found["sharded_to_one"] < GOAL)
+    sys.exit(rates["wall"]["sharded"] < GOAL * rates["wall"]["one"])
 
 
 if __name__ == "__main__":
