@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,17 @@ def test_dual_clip_bounds_losses_of_negative_advantages_only() -> None:
     torch.testing.assert_close(result.loss, torch.tensor([3.0, -1.2, 2.0]))
     assert gradient(given, result.loss) == pytest.approx([0, 0, 2])
     assert result.metrics["dual_clip_fraction"].value == pytest.approx(1 / 3)
+
+
+def test_a_loss_on_its_dual_bound_is_not_bounded() -> None:
+    assert ppo_clip(inputs([3.0, 2.0], [-1.0, 0.0]), dual_clip=3.0).metrics["dual_clip_fraction"].value == 0
+
+
+def test_the_ratio_of_a_bad_token_is_capped() -> None:
+    given = inputs([10.0, 10.0, 2.0, 0.1], [-1.0, 1.0, -1.0, -1.0])
+    result = ppo_clip(given, ratio_cap=3.0)
+    torch.testing.assert_close(result.loss, torch.tensor([3.0, -1.2, 2.0, 0.8]))
+    assert gradient(given, result.loss) == pytest.approx([0, 0, 2, 0])
 
 
 def test_the_log_ratio_is_clamped_before_exp() -> None:
@@ -175,3 +187,83 @@ def test_entropy_is_reported_where_the_engine_gives_it() -> None:
     for loss in (ppo_clip, negative_log_likelihood):
         assert loss(given).metrics["entropy"].value == 0.75
         assert "entropy" not in loss(base).metrics
+
+
+def test_what_failed_is_tapered_below_one_too() -> None:
+    base = inputs([0.5, 0.5], [2.0, 2.0], rewards=torch.tensor([0.0, 1.0]))
+    given = LossInputs(base.logprobs, base.mask, torch.tensor([1, 1]), base.columns)
+    x = math.log(0.5)
+    assert policy_losses.tapered_reinforce(given).loss.tolist() == pytest.approx([-0.5 * 2 * x, -2 * x])
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_a_gate_opens_on_its_bound_and_caps_the_ratio(name: str) -> None:
+    """P = 0.6 and 0.1 from q = 0.2: both steps are large. The first leads away where A > 0, the second elsewhere."""
+    loss = getattr(policy_losses, name)
+    p, q = torch.tensor([0.6, 0.1], dtype=torch.float64), torch.tensor([0.2, 0.2], dtype=torch.float64)
+    if name == "dppo_tv":
+        sizes = [(p.log().exp() - q.log().exp())[0].item(), -(p.log().exp() - q.log().exp())[1].item()]
+    else:
+        sizes = (q * (q / p).log() + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()).tolist()
+
+    def run(advantages: list[float], high: float, low: float, **params: Any) -> tuple[list[float], list[float], float]:
+        x = p.log().requires_grad_()
+        columns = {"old_logprobs": q.log(), "advantages": torch.tensor(advantages, dtype=torch.float64)}
+        given = LossInputs(x, torch.tensor([True, True]), torch.tensor([2]), columns)
+        found = loss(given, clip_high=high, clip_low=low, **params)
+        return found.loss.tolist(), gradient(given, found.loss), found.metrics["clip_fraction"].value
+
+    wide, narrow = [1.001 * size for size in sizes], [0.999 * size for size in sizes]
+    x = p.log().tolist()
+    ratios = [3.0, 0.5]
+    value, slope, closed = run([1.0, -2.0], wide[0], wide[1])
+    assert value == pytest.approx([-3 * x[0], 2 * 0.5 * x[1]])
+    assert (slope, closed) == (pytest.approx([-3.0, 1.0]), 0)
+    assert run([1.0, -2.0], narrow[0], narrow[1]) == ([0, 0], [0, 0], 1)
+    assert run([-1.0, 2.0], 0.0, 0.0)[1:] == (pytest.approx([3.0, -1.0]), 0)  # both lead back
+    assert run([0.0, 0.0], 0.0, narrow[1])[2] == 0.5  # an advantage of 0 is not above 0
+    assert run([1.0, -2.0], wide[0], wide[1], ratio_cap=2.0)[1] == pytest.approx([-2.0, 1.0])
+    of_ratio = run([1.0, -2.0], wide[0], wide[1], surrogate="ratio")
+    assert (of_ratio[0], of_ratio[1]) == (pytest.approx([-ratios[0], 2 * ratios[1]]), pytest.approx([-3.0, 1.0]))
+    capped = run([1.0, -2.0], wide[0], wide[1], surrogate="ratio", ratio_cap=2.0)
+    assert (capped[0], capped[1]) == (pytest.approx([-2.0, 1.0]), pytest.approx([0.0, 1.0]))
+    clamped = run([1.0, -2.0], wide[0], wide[1], log_ratio_clamp=0.1)
+    assert clamped[1] == pytest.approx([-math.exp(0.1), 2 * math.exp(-0.1)])
+    if name == "dppo_tv":
+        assert run([1.0, -2.0], sizes[0], sizes[1])[2] == 0
+        assert run([-1.0, 2.0], narrow[0], wide[1], sides="both")[2] == 0.5
+        assert run([-1.0, 2.0], wide[0], narrow[1], sides="both")[2] == 0.5
+
+
+def test_covariant_tokens_are_held_or_left_out() -> None:
+    given = inputs(
+        [2.0, 2.0, 0.5], [1.0, 1.0, -1.0], most_covariant=torch.tensor([1, 0, 1]), random_covariant=torch.tensor([1, 0, 0])
+    )
+    held = policy_losses.kl_cov(given, cov_kl_coef=0.5)
+    log = math.log(2)
+    assert held.loss.tolist() == pytest.approx([-2 + 0.5 * log, -2, 0.5 + 0.5 * log])
+    assert gradient(given, held.loss) == pytest.approx([-2 + 0.5, -2, 0.5 - 0.5])
+    left = policy_losses.clip_cov(given, clip_low=0.2, clip_high=0.3)
+    assert left.loss.tolist() == pytest.approx([0, -1.3, 0.8])
+    assert left.metrics["clip_fraction"].value == 1
+    wide = policy_losses.clip_cov(given, clip_low=1.0, clip_high=9.0)
+    assert gradient(given, wide.loss) == pytest.approx([0, -2, 0.5])
+    assert wide.metrics["clip_fraction"].value == pytest.approx(1 / 3)
+
+
+def test_soft_gates_and_mirror_descent_by_hand() -> None:
+    given = inputs([1.5, 0.5, 2.0], [2.0, -1.0, 0.0])
+    soft = policy_losses.sapo(given, tau_pos=2.0, tau_neg=4.0)
+
+    def gate(tau: float, ratio: float) -> float:
+        return 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+    assert soft.loss.tolist() == pytest.approx([-2 * gate(2, 1.5), gate(4, 0.5), 0.0])
+    mirror = policy_losses.mirror_descent(given, dro_beta=0.5)
+    logs = [math.log(1.5), math.log(0.5), math.log(2)]
+    assert mirror.loss.tolist() == pytest.approx([-2 * logs[0] + logs[0] ** 2 / 4, logs[1] + logs[1] ** 2 / 4, logs[2] ** 2 / 4])
+    clipped = policy_losses.truncated_reinforce(given, ratio_low=0.75, ratio_high=1.25)
+    assert clipped.loss.tolist() == pytest.approx([-1.25 * 2 * logs[0], 0.75 * logs[1], 0.0])
+    assert gradient(given, clipped.loss) == pytest.approx([-2.5, 0.75, 0.0])
+    important = policy_losses.cispo(given, clip_low=0.25, clip_high=0.25)
+    assert gradient(given, important.loss) == pytest.approx([-2.5, 0.75, 0.0])

@@ -152,3 +152,11 @@ def test_a_row_alone_has_no_baseline() -> None:
         assert process.advantages.tolist() == [0.0, 0.0, 0.0]
         token = returns.optimal_token_baseline(torch.tensor([0.0, 1.0, 9.0]), -torch.ones(3), torch.ones(3), ids, mask, lengths)
         assert token.advantages.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_whitening_of_two_and_of_equal_values_in_float64() -> None:
+    both = torch.ones(2, dtype=torch.bool)
+    assert returns.whiten(torch.tensor([0.0, 1.0]), both).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    for num in (3, 6, 7):  # 0.1 + 0.1 + 0.1 is not 3 times 0.1
+        equal = torch.full((num,), 0.1, dtype=torch.float64)
+        assert returns.whiten(equal, torch.ones(num, dtype=torch.bool)).tolist() == [0.0] * num

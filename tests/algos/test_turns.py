@@ -63,3 +63,12 @@ def test_turns_of_one_token_are_tokens() -> None:
     of_turns, of_tokens = turn_gae(rewards, values, turns, mask, lengths, lam=0.5), gae(rewards, values, mask, lengths, lam=0.5)
     assert of_turns.advantages.equal(of_tokens.advantages)
     assert of_turns.returns.equal(of_tokens.returns)
+
+
+def test_rows_without_a_turn_and_rewards_of_another_precision() -> None:
+    mask, turns = torch.tensor([True, True, True, False]), torch.tensor([0, 0, 1, 0])
+    rewards, values = torch.tensor([0.0, 0.25, 1.0, 9.0], dtype=torch.float64), torch.tensor([0.5, 9.0, 0.25, 9.0])
+    found = turn_gae(rewards, values, turns, mask, torch.tensor([3, 1]), gamma=0.5, lam=0.5)
+    first, second = 0.25 + 0.5 * 0.25 - 0.5, 1 - 0.25
+    assert found.advantages.tolist() == [first + 0.25 * second, first + 0.25 * second, second, 0.0]
+    assert found.returns.tolist() == [first + 0.25 * second + 0.5, first + 0.25 * second + 0.5, 1.0, 0.0]
