@@ -11,7 +11,7 @@ import torch
 
 from tandem import device
 from tandem.device import Device, Hardware, configure_threads, fingerprint, select
-from tandem.errors import DeviceError, StalledError
+from tandem.errors import DeviceError, EngineError, StalledError
 
 
 @pytest.fixture
@@ -118,3 +118,9 @@ def test_without_accelerators_there_are_cores(no_accelerator: None) -> None:
 def test_ranks_that_do_not_all_come_are_an_error_within_the_limit(tmp_path: Path) -> None:
     with pytest.raises(StalledError, match=r"rank 0 waits for 2 ranks.*did not in 0\.5 s"):
         device.join(device.select("cpu"), 0, 2, tmp_path / "store", 0.5)
+
+
+def test_only_a_rank_that_is_not_there_is_a_stall() -> None:
+    for other in (RuntimeError("shapes do not match"), EngineError("Timed out waiting for something else")):
+        with pytest.raises(type(other), match=str(other)), device.meeting("step"):
+            raise other
