@@ -249,7 +249,7 @@ def test_a_snapshot_of_another_model(finished: Path, tmp_path: Path, capsys: pyt
 
 def test_a_failed_start_leaves_the_run_before_it_alone(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
-    for mistake in ("reward.function=calculatr", "algorithm=gpro", "data.train.size=1000000", "algorithm=ppo"):
+    for mistake in ("reward.function=calculatr", "algorithm=gpro", "data.train.size=1000000", "algorithm=opd"):
         assert train(tmp_path, "warmup=null", mistake) == 2
         complaint(capsys)
     assert (run / "summary.json").is_file()
