@@ -446,20 +446,25 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
             phases.insert(0, warmup_phase(recipe, model))
         for phase in phases:
             console.print(f"{phase.name:<8} {phase.steps} steps of {phase.algorithm.name}: {phase.plan} -> update", markup=False)
-    for name, size in _memory(recipe, model).items():
+            for role in phase.roles.all:
+                console.print(f"model    {role.describe()}", markup=False)
+    for name, size in _memory(recipe, model, phases[-1]).items():
         console.print(f"memory   {name:<24} {size / 2**20:10,.1f} MiB", highlight=False)
     console.print(
         f"place    everything in this process, on the CPU, {recipe.run.threads} thread(s); rewards in processes of their own"
     )
 
 
-def _memory(recipe: Recipe, model: Model) -> dict[str, int]:
+def _memory(recipe: Recipe, model: Model, phase: Phase) -> dict[str, int]:
     """Bytes of what lasts from step to step; activations of one micro-batch come on top."""
     config, weights = model.decoder.config, sum(p.numel() for p in model.decoder.parameters()) * 4
+    beside = {role.name: sum(p.numel() for p in role.model.parameters()) * 4 for role in phase.roles.all}
+    trained = {role.name for role in phase.roles.trained}
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.decoder.dtype.itemsize
     return {
         "weights": weights,
         "gradients": weights,
         "AdamW moments": 2 * weights,
+        **{name: size * (4 if name in trained else 1) for name, size in beside.items()},  # gradients and moments too
         "rollout KV cache": cache * recipe.engine.slots * recipe.engine.max_context,
     }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.algos.terms import TokenLoss
-from tandem.algos.values import value_loss
+from tandem.algos.values import explained_variance, value_loss
 
 VALUES, OLD, RETURNS = (torch.tensor(each) for each in ([1.0, 3.0, -2.0, 0.0], [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.5]))
 MASK = torch.tensor([True, True, True, False])
@@ -63,3 +63,14 @@ def test_a_clip_that_is_not_positive(wrong: float) -> None:
     with pytest.raises(ValueError, match="value_clip must be positive"):
         value_loss(VALUES, OLD, RETURNS, MASK, value_clip=wrong)
     assert value_loss(VALUES, OLD, RETURNS, MASK, value_clip=1e-3).loss[0] == 0.5
+
+
+def test_explained_variance_is_one_for_the_returns_and_zero_for_their_mean() -> None:
+    returns, mask = torch.tensor([1.0, 3.0, 0.0, 2.0, 99.0]), torch.tensor([True, True, True, True, False])
+    assert explained_variance(returns, returns, mask).value == 1
+    assert explained_variance(torch.full((5,), 0.7), returns, mask).value == pytest.approx(0)
+    assert explained_variance(torch.tensor([2.0, 2.0, 1.0, 1.0, 0.0]), returns, mask).value == pytest.approx(1 - 1.0 / 1.25)
+    assert explained_variance(-returns, returns, mask).value == pytest.approx(-3)
+    rounded = torch.tensor([0.5, 0.5 + 1e-7, 0.5, 0.5, 0.0])
+    for nothing in (explained_variance(returns, rounded, mask), explained_variance(returns, returns, mask & False)):
+        assert nothing.count == 0

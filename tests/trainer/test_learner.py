@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tandem.queue.fake import FakeQueue
 from tandem.runtime.inline import InlineGroup
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.workers import TrainWorker
-from tandem.types import Algorithm, BatchRef, GroupKey, Key, Metrics
+from tandem.types import Algorithm, BatchRef, GroupKey, Key, Metrics, PolicyRef
 from tests.trainer.world import TableEngine
 
 SFT = configure("sft")
@@ -129,3 +130,30 @@ def test_the_handle_says_what_stays_together(unit: Any) -> None:
         return group.units
 
     assert asyncio.run(scenario()) == [unit] * 4
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_each_role_takes_its_own_step_and_the_policy_may_wait(version: int) -> None:
+    """A critic's weights and metrics are its own; samples of policies before from_version do not train the policy."""
+
+    async def scenario() -> tuple[Metrics, list[TableEngine], frozenset[str]]:
+        queue, data, engines = FakeQueue(), rows(range(2)), [TableEngine(), TableEngine()]
+        for ordinal in range(2):
+            await queue.reserve(GroupKey("train", ordinal), 2)
+        await queue.put(data)
+        critic = Trained(InlineGroup([TrainWorker(engines[0], queue, configure("sft", {"aggregation": "token-sum"}), "critic")]))
+        policy = Trained(InlineGroup([TrainWorker(engines[1], queue, SFT)]), from_version=1)
+        batch = replace(data.ref(), policies=(PolicyRef(version=version),) * len(data))
+        metrics = await MinibatchLearner([critic, policy], LearnerConfig(), seed=0).update(batch)
+        weights = await queue.get(data.keys, frozenset({"critic_loss_weights"}))
+        assert torch.equal(weights["critic_loss_weights"], data["mask"].float())
+        return metrics, engines, frozenset(metrics)
+
+    metrics, (critic, policy), names = asyncio.run(scenario())
+    assert critic.steps == 1
+    assert policy.steps == version
+    assert torch.equal(critic.seen[0]["loss_weights"], critic.seen[0]["mask"].float())
+    assert {name.partition("/")[0] for name in names} == ({"critic", "train"} if version else {"critic"})
+    assert metrics["critic/optimizer_steps"].value == 1
+    if version:
+        assert policy.seen[0]["loss_weights"].sum() == pytest.approx(1)

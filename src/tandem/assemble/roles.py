@@ -71,6 +71,11 @@ class Role:
     top: int = 0
     reset_every: int = 0
 
+    def describe(self) -> str:
+        origin = "the policy as it begins" if self.path is None else str(self.path)
+        use = f"trained by {self.objective.name}" if self.objective is not None else "frozen"
+        return f"{self.name:<14} {use}, gives {', '.join(self.outputs)}; from {origin}"
+
     @property
     def stage(self) -> BatchStage:
         weights = "current" if self.objective else "frozen"
