@@ -458,13 +458,12 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
 def _memory(recipe: Recipe, model: Model, phase: Phase) -> dict[str, int]:
     """Bytes of what lasts from step to step; activations of one micro-batch come on top."""
     config, weights = model.decoder.config, sum(p.numel() for p in model.decoder.parameters()) * 4
-    beside = {role.name: sum(p.numel() for p in role.model.parameters()) * 4 for role in phase.roles.all}
-    trained = {role.name for role in phase.roles.trained}
+    beside = [(role, sum(p.numel() for p in role.model.parameters()) * 4) for role in phase.roles.all]
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.decoder.dtype.itemsize
     return {
         "weights": weights,
         "gradients": weights,
         "AdamW moments": 2 * weights,
-        **{name: size * (4 if name in trained else 1) for name, size in beside.items()},  # gradients and moments too
+        **{role.name: size * (1 if role.objective is None else 4) for role, size in beside},  # with gradients and moments
         "rollout KV cache": cache * recipe.engine.slots * recipe.engine.max_context,
     }
