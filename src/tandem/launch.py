@@ -29,7 +29,7 @@ from rich.console import Console
 
 from tandem import device
 from tandem.assemble.model import Model, build_model
-from tandem.assemble.phases import Phase, from_dataset, main_phase, warmup_phase
+from tandem.assemble.phases import Phase, first_trained, from_dataset, main_phase, warmup_phase
 from tandem.assemble.rollout import Rollout, open_rollout
 from tandem.assemble.tasks import build_dataset
 from tandem.assemble.trackers import build_trackers
@@ -72,7 +72,7 @@ def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
     """`tandem eval`: the recipe's held-out tasks on its model, or on the one in the directory `model`."""
     recipe, console = resolved.value, Console()
     if model is not None:
-        recipe = replace(recipe, model=replace(recipe.model, path=model, new=None))
+        recipe = replace(recipe, model=replace(recipe.model, path=model, new=None), warmup=None)
     asyncio.run(_measure(recipe, console))
 
 
@@ -155,7 +155,7 @@ def _alone(directory: Path) -> Generator[None]:
 async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> None:
     """Builds everything that a recipe can be wrong about before anything on the disk changes."""
     recipe, directory, began_s = resolved.value, resolved.value.run.directory, time.monotonic()
-    model = build_model(recipe)
+    model = build_model(recipe, first_trained(recipe))
     async with AsyncExitStack() as stack:
         rollout = None
         if not from_dataset(recipe) or recipe.reward is not None:
@@ -187,7 +187,7 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
                 )
             phase.roles.begin(initial)
         await main.run(began_s)
-        _finish(recipe, model, main, directory, console)
+        _finish(recipe, main, directory, console)
 
 
 def _describe(model: Model) -> str:
@@ -359,10 +359,10 @@ def _rates(result: EvalResult) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------ the end
 
 
-def _finish(recipe: Recipe, model: Model, main: _PhaseRun, directory: Path, console: Console) -> None:
+def _finish(recipe: Recipe, main: _PhaseRun, directory: Path, console: Console) -> None:
     """final/, summary.json, the curve and the report."""
     final = directory / "final"
-    _save_whole(model, final)
+    _save_whole(main.phase.model, final)
     summary = main.summary()
     write_summary(directory / "summary.json", summary)
     places = {"model": final, "metrics": directory / "metrics.jsonl", "samples": directory / "samples.jsonl"}
@@ -406,7 +406,7 @@ def _save_whole(model: Model, directory: Path) -> None:
 async def _measure(recipe: Recipe, console: Console) -> None:
     if recipe.data.heldout is None:
         raise ConfigError("there is nothing to evaluate on: give data.heldout a task or a path")
-    model = build_model(recipe)
+    model = build_model(recipe, first_trained(recipe))
     console.print(_describe(model), markup=False, highlight=False)
     async with AsyncExitStack() as stack:
         loss = _heldout_loss(recipe, recipe.data.heldout, model) if from_dataset(recipe) else None
@@ -436,7 +436,7 @@ def _heldout_loss(recipe: Recipe, heldout: DatasetSection, model: Model) -> Held
 
 async def _dry_run(recipe: Recipe, console: Console) -> None:
     """Builds everything, prints the plan, and stops before the first step."""
-    model = build_model(recipe)
+    model = build_model(recipe, first_trained(recipe))
     console.print(_describe(model), markup=False, highlight=False)
     async with AsyncExitStack() as stack:
         rollout = None if from_dataset(recipe) else await stack.enter_async_context(open_rollout(recipe, model))
@@ -448,18 +448,19 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
             console.print(f"{phase.name:<8} {phase.steps} steps of {phase.algorithm.name}: {phase.plan} -> update", markup=False)
             for role in phase.roles.all:
                 console.print(f"model    {role.describe()}", markup=False)
-    for name, size in _memory(recipe, model, phases[-1]).items():
+    for name, size in _memory(recipe, phases[-1]).items():
         console.print(f"memory   {name:<24} {size / 2**20:10,.1f} MiB", highlight=False)
     console.print(
         f"place    everything in this process, on the CPU, {recipe.run.threads} thread(s); rewards in processes of their own"
     )
 
 
-def _memory(recipe: Recipe, model: Model, phase: Phase) -> dict[str, int]:
+def _memory(recipe: Recipe, phase: Phase) -> dict[str, int]:
     """Bytes of what lasts from step to step; activations of one micro-batch come on top."""
-    config, weights = model.decoder.config, sum(p.numel() for p in model.decoder.parameters()) * 4
+    decoder = phase.model.decoder
+    config, weights = decoder.config, sum(p.numel() for p in decoder.parameters()) * 4
     beside = [(role, sum(p.numel() for p in role.model.parameters()) * 4) for role in phase.roles.all]
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.decoder.dtype.itemsize
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.dtype.itemsize
     return {
         "weights": weights,
         "gradients": weights,

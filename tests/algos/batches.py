@@ -131,7 +131,7 @@ def pairs(draw: st.DrawFn) -> Rows:
     lengths = [draw(st.integers(1, 5)) for _ in places]
     mask = [flag for n in lengths for flag in [*draw(st.lists(st.booleans(), min_size=n - 1, max_size=n - 1)), True]]
     rows = make_batch(lengths, mask=mask, groups=[group for group, _ in places], seed=draw(st.integers(0, 1000)))
-    return rows | {"chosen": torch.tensor([chosen for _, chosen in places])}
+    return rows | {"chosen": torch.tensor([chosen for _, chosen in places]), "margins": rows["groups"].double() / 4}
 
 
 def batches_of(name: str) -> st.SearchStrategy[Rows]:

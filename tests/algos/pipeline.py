@@ -25,7 +25,7 @@ Rows = dict[str, Tensor]
 
 OF_ROWS = frozenset(
     {
-        *("lengths", "groups", "episode", "temperature", "chosen"),
+        *("lengths", "groups", "episode", "temperature", "chosen", "margins"),
         *("rewards", "reward_baselines", "reward_components", "token_counts"),
         *("resample_counts", "kl_coef", "reward_kl_coef"),
     }

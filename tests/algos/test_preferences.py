@@ -24,12 +24,14 @@ from tandem.algos.preferences import (
     preference_loss,
     preference_term,
     reward_model_loss,
+    reward_model_term,
 )
 from tandem.algos.sequence_losses import sequence_clip
-from tandem.algos.table import ALGORITHMS, configure
+from tandem.algos.table import ALGORITHMS, configure, learns_values
 from tandem.algos.terms import LossInputs, TokenLoss, scope_of
 from tandem.errors import ColumnError, ConfigError
 from tandem.types import LossRef
+from tests.algos.pipeline import REQUIRED
 
 CASES: list[dict[str, Any]] = [
     case
@@ -198,6 +200,32 @@ def test_a_reward_model_learns_which_is_better() -> None:
     want = [math.log1p(math.exp(-0.25)) + 0.1 * 1.5**2, math.log1p(math.exp(3.0)) + 0.1 * 2**2]
     assert margin.loss.tolist() == pytest.approx(want)
     assert not reward_model_loss(scores.requires_grad_()).rewards.requires_grad
+
+
+def test_a_score_is_the_value_at_the_last_counted_token_of_a_response() -> None:
+    """Of rows in any order: pair 4 has scores 1.0 and 0.5 with a margin of 0.25, pair 2 has 0.0 and 2.0 with one of 1."""
+    mask = torch.tensor([False, True, True, True, False, True, False, True, False, False, True])
+    lengths = torch.tensor([3, 2, 3, 3])
+    values = torch.tensor([9.0, 9.0, 0.5, 0.0, 9.0, 9.0, 9.0, 1.0, 9.0, 9.0, 2.0], requires_grad=True)
+    columns = {"chosen": torch.tensor([False, True, True, False]), "margins": torch.tensor([0.25, 1.0, 0.25, 1.0])}
+    inputs = LossInputs(None, mask, lengths, columns, groups=torch.tensor([4, 2, 4, 2]), values=values)
+    found = reward_model_term(inputs, centre_coef=0.1)
+    one, other = math.log1p(math.exp(-0.25)) + 0.1 * 1.5**2, math.log1p(math.exp(3.0)) + 0.1 * 2**2
+    want = torch.where(mask, torch.tensor([one] * 3 + [other] * 2 + [one] * 3 + [other] * 3), 0.0)
+    torch.testing.assert_close(found.terms["preference"], want)
+    metrics = {"preference_accuracy": 0.5, "reward_chosen": 0.5, "reward_rejected": 1.25, "reward_margin": -0.75}
+    assert found.metrics.values_by_name() == metrics
+    (gradient,) = torch.autograd.grad(found.loss.sum(), values)
+    assert gradient.nonzero()[:, 0].tolist() == [2, 3, 7, 10]
+    with pytest.raises(ConfigError, match="must not be negative"):
+        configure("reward_model", {"centre_coef": -0.1})
+
+
+def test_only_the_rows_of_values_learn_values() -> None:
+    assert [name for name, row in ALGORITHMS.items() if learns_values(configure(name, REQUIRED.get(name)))] == [
+        "value",
+        "reward_model",
+    ]
 
 
 def test_an_implicit_reward_is_a_logit_of_the_outcome() -> None:

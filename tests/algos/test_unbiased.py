@@ -384,7 +384,10 @@ OFF_POLICY: dict[str, OffPolicy] = {
 }
 TERMS = {"squared_log_ratio", "positive_nll", "reverse_kl_policy_gradient", "kl", "distillation"}
 """Losses that are added to one of these."""
-OF_OTHERS = {"nll", "value", "implicit_reward", "preference", "chosen_nll", "topk_distillation", "jsd_distillation"}
+OF_OTHERS = {
+    *("nll", "value", "implicit_reward", "reward_model", "preference", "chosen_nll"),
+    *("topk_distillation", "jsd_distillation"),
+}
 """Losses without a reward: they imitate a response, a choice or a teacher."""
 
 

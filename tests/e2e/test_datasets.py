@@ -15,6 +15,7 @@ import pytest
 
 from tandem.algos.columns import reads
 from tandem.algos.table import ALGORITHMS
+from tandem.models.hf import load_value_model
 from tests.e2e.runs import read_lines, tandem
 
 pytestmark = pytest.mark.slow
@@ -89,18 +90,35 @@ def test_its_held_out_loss_falls(name: str, recipe: Path, tmp_path: Path) -> Non
         assert after["reward_margin"] > 0
 
 
-def test_a_killed_run_of_pairs_goes_on_to_the_same_weights(recipe: Path, tmp_path: Path) -> None:
-    """The reference is the policy as the run began, whoever goes on with it."""
-    constant = ["train.schedule=constant", *overrides("dpo", recipe)]
+@pytest.mark.parametrize("name", ["dpo", "reward_model"])
+def test_a_killed_run_of_pairs_goes_on_to_the_same_weights(name: str, recipe: Path, tmp_path: Path) -> None:
+    """The reference is the policy as the run began, whoever goes on with it; a value model has its head."""
+    constant = ["train.schedule=constant", *overrides(name, recipe)]
     assert tandem("train", str(recipe), f"run.dir={tmp_path / 'whole'}", "trainer.steps=4", *constant) == 0
     assert tandem("train", str(recipe), f"run.dir={tmp_path / 'parts'}", "trainer.steps=2", *constant) == 0
     assert tandem("train", str(recipe), f"run.dir={tmp_path / 'parts'}", "trainer.steps=4", "--resume", *constant) == 0
     assert summary(tmp_path / "parts")["weights"] == summary(tmp_path / "whole")["weights"]
 
 
-def test_a_finished_run_is_measured_again(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tandem("train", str(recipe), f"run.dir={tmp_path / 'run'}", "trainer.steps=2", *overrides("dpo", recipe)) == 0
+@pytest.mark.parametrize("name", ["dpo", "reward_model"])
+def test_a_finished_run_is_measured_again(name: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tandem("train", str(recipe), f"run.dir={tmp_path / 'run'}", "trainer.steps=2", *overrides(name, recipe)) == 0
     capsys.readouterr()
     assert tandem("eval", str(tmp_path / "run")) == 0
     loss = summary(tmp_path / "run")["eval_after"]["loss"]
     assert f"{'loss':<20} {loss:.3f}" in capsys.readouterr().out
+
+
+def test_a_reward_model_is_no_policy(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A critic may begin as one; a policy may not, and what it writes is not judged."""
+    chosen, model = overrides("reward_model", recipe), tmp_path / "run/final"
+    assert tandem("train", str(recipe), f"run.dir={tmp_path / 'run'}", "trainer.steps=2", *chosen) == 0
+    assert load_value_model(model).score.weight.abs().min() > 0
+    drawn = ["data.train={path: null, task: arithmetic, size: 8}", "data.heldout=null", "reward.function=exact_match"]
+    short = ["sampling.max_tokens=4", "trainer.steps=1", f"run.dir={tmp_path / 'ppo'}"]
+    assert tandem("train", str(recipe), "algorithm=ppo", f"critic.path={model}", *drawn, *short) == 0
+    capsys.readouterr()
+    assert tandem("train", str(recipe), f"run.dir={tmp_path / 'other'}", *chosen, "reward.function=exact_match") == 2
+    assert "trains a model of values: leave reward out" in capsys.readouterr().err
+    assert tandem("train", str(recipe), f"run.dir={tmp_path / 'other'}", f"model.path={model}", *overrides("dpo", recipe)) == 2
+    assert "extra score.weight, the head of a value model" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from transformers import (
 from tandem.errors import ModelError, SnapshotError
 from tandem.models.decoder import Decoder
 from tandem.models.hf import load_decoder, load_value_model, save_decoder
+from tandem.models.values import value_model_on
 from tests.models.tiny import config, loud, tokens
 
 SHAPE: dict[str, Any] = {
@@ -241,3 +242,31 @@ def test_a_value_model_takes_the_body_of_a_language_model(tmp_path: Path) -> Non
     assert torch.equal(model.prefill(rows), decoder.prefill(rows))
     assert not model.values(model.prefill(rows)[0]).any()
     assert "lm_head.weight" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_transformers_scores_as_a_saved_value_model_does(qk_norm: bool, tmp_path: Path) -> None:
+    """The value of the state before the token that ends a response, with which rows are padded."""
+    model = value_model_on(loud(config(qk_norm=qk_norm, tie_embeddings=False)))
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(1))
+    save_decoder(model, tmp_path, eos_id=3)
+    theirs, again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval(), load_value_model(tmp_path)
+    rows = torch.where(tokens(2, 9) == 3, 4, tokens(2, 9))
+    rows[0, 6:], rows[1, 8:] = 3, 3
+    with torch.no_grad():
+        want, found = theirs(rows).logits, torch.stack([again.values(hidden) for hidden in again.prefill(rows)])
+    assert want.shape == (2, 1)
+    assert want.abs().min() > 0.1
+    torch.testing.assert_close(torch.stack([found[0, 5], found[1, 7]]), want[:, 0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ModelError, match=r"extra score\.weight, the head of a value model"):
+        load_decoder(tmp_path)
+
+
+def test_a_value_model_shares_the_body_of_the_decoder_that_it_is_on() -> None:
+    decoder, rows = loud(config()), tokens(2, 5)
+    model = value_model_on(decoder)
+    assert value_model_on(model) is model
+    with torch.no_grad():
+        decoder.model.norm.weight.mul_(2)
+    assert torch.equal(model.prefill(rows), decoder.prefill(rows))

@@ -42,6 +42,7 @@ LOSSES = {
     **{name: f"{_HERE}.distillation:{name}" for name in ("topk_distillation", "jsd_distillation")},
     "value": f"{_HERE}.values:value_term",
     "implicit_reward": f"{_HERE}.preferences:implicit_reward_term",
+    "reward_model": f"{_HERE}.preferences:reward_model_term",
 }
 ADVANTAGES = {
     **{

@@ -339,4 +339,9 @@ NOTES: dict[str, Note] = {
         "Pairs with hard labels from a judge, one round of self-play after the other.",
         {"TRL": "loss_type=sppo_hard"},
     ),
+    "reward_model": Note(
+        "A model with a scalar head learns to score the chosen response above the rejected one.",
+        "Pairs, and the wish for a score of any response. Trains a model of values, not a policy.",
+        {"TRL": "RewardTrainer; center_rewards_coefficient is centre_coef, and the score is the value after the last token"},
+    ),
 }

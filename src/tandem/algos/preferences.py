@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from tandem.algos.checks import checked, keep
 from tandem.algos.ratios import check
-from tandem.algos.segments import Groups, on_tokens, row_counts, row_sum
+from tandem.algos.segments import CountedTokens, Groups, on_tokens, row_counts, row_sum
 from tandem.algos.terms import LossInputs, TokenLoss, masked_mean, whole_groups, whole_rows
 from tandem.errors import ColumnError
 from tandem.types import Metric, Metrics
@@ -164,6 +164,22 @@ def reward_model_loss(scores_P2: Tensor, margin_P: Tensor | None = None, *, cent
     chosen, rejected = scores_P2.unbind(1)
     gap = chosen - rejected if margin_P is None else chosen - rejected - margin_P
     return PairLoss(softplus(-gap) + centre_coef * (chosen + rejected) ** 2, scores_P2.detach())
+
+
+@whole_groups
+def reward_model_term(inputs: LossInputs, *, centre_coef: float = 0.0) -> TokenLoss:
+    """-ls(s_c - s_r - margin) + centre_coef (s_c + s_r)^2, ls = log sigmoid (Bradley-Terry; margin: Llama 2, arXiv 2307.09288).
+
+    A response's score s is the model's value at its last counted token, which is that of the state before it: all of a
+    response but the token that ends it. Reads chosen, and margins, where the margin of a pair stands on both of its rows.
+
+    centre_coef: how strongly the two scores of a pair are held around 0, which a difference leaves open (arXiv 2312.09244).
+    """
+    check(centre_coef >= 0, f"centre_coef must not be negative, got {centre_coef}")
+    pairs_P2, last_N = rows_of_pairs(inputs), CountedTokens(inputs.mask, inputs.lengths).last()
+    score_B = row_sum(inputs.new_values, last_N, inputs.lengths)
+    margin_P = inputs.of_rows("margins")[pairs_P2[:, 0]]
+    return _on_rows(inputs, reward_model_loss(score_B[pairs_P2], margin_P, centre_coef=centre_coef), pairs_P2)
 
 
 @checked

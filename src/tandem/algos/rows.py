@@ -425,4 +425,11 @@ ROWS = (
         loss="preference+chosen_nll",
         params={"preference": "sppo_hard", "aggregation": "seq-mean-token-mean"},
     ),
+    Algorithm(
+        name="reward_model",
+        source="Bradley and Terry 1952; Ouyang et al., arXiv 2203.02155",
+        advantage=None,
+        loss="reward_model",
+        params={"aggregation": "seq-mean-token-mean"},
+    ),
 )

@@ -39,7 +39,7 @@ from tandem.algos.ratios import CORRECTION
 from tandem.algos.rows import EVERY_UPDATE, ROWS
 from tandem.algos.shaping import Resampling
 from tandem.algos.terms import LossInputs, scope_of
-from tandem.errors import ConfigError
+from tandem.errors import ColumnError, ConfigError
 from tandem.registry import resolve
 from tandem.types import Algorithm, Json
 
@@ -175,12 +175,27 @@ class _AnyColumn(dict[str, Tensor]):
         return self.setdefault(name, special.get(name, torch.zeros(2)))
 
 
-def _reads(algorithm: Algorithm) -> frozenset[str]:
-    """The columns that an update reads: those that its loss asks for with these parameters, when it is given two rows."""
+def learns_values(algorithm: Algorithm) -> bool:
+    """Whether what it trains is a model of values: its loss cannot do without them."""
+    try:
+        _asked_for(algorithm, None)
+    except ColumnError:
+        return True
+    return False
+
+
+def _asked_for(algorithm: Algorithm, values: Tensor | None) -> _AnyColumn:
+    """The columns that its loss asks for with these parameters, when it is given two rows, and `values` [2] of the model."""
     columns, loss, ones = _AnyColumn(), loss_ref(algorithm), torch.ones(2, dtype=torch.int64)
-    zeros, group = torch.zeros(2), torch.zeros_like(ones)
-    inputs = LossInputs(zeros, ones.bool(), ones, columns, groups=group, at_topk=torch.zeros(2, 1), values=zeros)
+    group, at_topk = torch.zeros_like(ones), torch.zeros(2, 1)
+    inputs = LossInputs(torch.zeros(2), ones.bool(), ones, columns, groups=group, at_topk=at_topk, values=values)
     loss_function(loss.name)(inputs, **loss.params)
+    return columns
+
+
+def _reads(algorithm: Algorithm) -> frozenset[str]:
+    """The columns that an update reads."""
+    columns = _asked_for(algorithm, torch.zeros(2))
     chosen = {CORRECTION: "correction", "resample_counts": "resampling"}
     more = {column for column, parameter in chosen.items() if algorithm.params.get(parameter)}
     return EVERY_UPDATE | (columns.keys() - step_gives(algorithm)) | more

@@ -9,8 +9,9 @@ from tandem import device
 from tandem.assemble.tasks import problem
 from tandem.errors import ConfigError, DeviceError, ModelError
 from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
-from tandem.models.hf import load_decoder, save_decoder
+from tandem.models.hf import load_decoder, load_value_model, save_decoder
 from tandem.models.probe import ProbeResult, probe
+from tandem.models.values import ValueModel
 from tandem.recipe import DatasetSection, ModelSection, Recipe
 from tandem.text.renderer import PLAIN_TEMPLATE, TemplateRenderer
 from tandem.text.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
@@ -32,8 +33,8 @@ class Model:
         self.tokenizer.save(directory)
 
 
-def build_model(recipe: Recipe) -> Model:
-    """Raises ModelError, DeviceError or ConfigError for what cannot be built."""
+def build_model(recipe: Recipe, kind: type[Decoder] = Decoder) -> Model:
+    """kind: what holds the weights of model.path. Raises ModelError, DeviceError or ConfigError for what cannot be built."""
     here = device.select(recipe.run.device)
     if here.kind != "cpu":
         raise DeviceError(
@@ -44,7 +45,7 @@ def build_model(recipe: Recipe) -> Model:
     tokenizer = _tokenizer(recipe)
     template = _template(recipe.model.template) if recipe.model.template is not None else None
     if recipe.model.path is not None:
-        decoder = load_decoder(recipe.model.path, dtype)
+        decoder = (load_value_model if kind is ValueModel else load_decoder)(recipe.model.path, dtype)
     else:
         decoder = init_decoder(_shape(recipe.model, tokenizer), seed_of(recipe.seed, "weights"), dtype)
     check_fit(decoder, tokenizer, recipe, "the model")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.algos.columns import reads, unit_of
-from tandem.algos.table import configure
+from tandem.algos.table import configure, learns_values
 from tandem.assemble.model import Model
 from tandem.assemble.roles import Roles, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import Form, build_dataset
 from tandem.checkpoint.in_place import InPlace
 from tandem.errors import ConfigError, PlanError
+from tandem.models.decoder import Decoder
+from tandem.models.values import ValueModel, value_model_on
 from tandem.ports import WorkerGroup
 from tandem.queue.memory import MemoryQueue
 from tandem.recipe import DatasetSection, Recipe
@@ -35,13 +37,16 @@ from tandem.types import Algorithm, PolicyRef
 
 @dataclass(frozen=True)
 class Phase:
-    """One run of the loop with what it works on. The policy's versions count its steps. roles: the models beside it.
-    kl: its adaptive KL coefficients. heldout: the objective on held-out tasks, where it is one of a dataset and there are such
-    tasks.
+    """One run of the loop with what it works on.
+
+    model: what it trains, with the text side; it is called the policy, even where it gives values, and its versions count the
+    steps. roles: the models beside it. kl: its adaptive KL coefficients. heldout: the objective on held-out tasks, where it is
+    one of a dataset and there are such tasks.
     """
 
     name: str
     steps: int
+    model: Model
     algorithm: Algorithm
     source: RolloutSource | DatasetSource
     plan: Plan
@@ -63,6 +68,11 @@ def from_dataset(recipe: Recipe) -> bool:
     chosen = algorithm(recipe)
     sampled = (RolloutSource.columns - Demonstrations.columns) | {"old_logprobs"}
     return chosen.advantage is None and not reads(chosen) & sampled
+
+
+def first_trained(recipe: Recipe) -> type[Decoder]:
+    """What the first phase trains: a value model where the objective of a dataset is one of values, and nothing comes before it."""
+    return ValueModel if recipe.warmup is None and from_dataset(recipe) and learns_values(algorithm(recipe)) else Decoder
 
 
 def algorithm(recipe: Recipe) -> Algorithm:
@@ -130,6 +140,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
     return Phase(
         name="train",
         steps=recipe.trainer.steps,
+        model=model,
         algorithm=chosen,
         source=source,
         plan=planned,
@@ -213,6 +224,10 @@ def _dataset_phase(
     config: TrainConfig,
     learner: LearnerConfig,
 ) -> Phase:
+    if learns_values(chosen):
+        if recipe.reward is not None:
+            raise ConfigError(f"reward judges what a policy writes, and {chosen.name} trains a model of values: leave reward out")
+        model = replace(model, decoder=value_model_on(model.decoder))
     form: Form = "pairs" if "chosen" in chosen.needs else "demonstrations"
     maker = (Comparisons if form == "pairs" else Demonstrations)(model.renderer, recipe.engine.max_context)
     queue, engine = MemoryQueue(recipe.queue), TorchEngine(model.decoder, config.over(_updates(steps, learner)))
@@ -238,6 +253,7 @@ def _dataset_phase(
     return Phase(
         name=name,
         steps=steps,
+        model=model,
         algorithm=chosen,
         source=source,
         plan=planned,

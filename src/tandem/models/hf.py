@@ -90,10 +90,16 @@ def load_weights(decoder: Decoder, path: Path) -> None:
 def save_decoder(decoder: Decoder, path: Path, eos_id: int | None = None) -> None:
     """Writes `config.json` and `model.safetensors` (float32) into the directory `path`, for transformers and for `load_decoder`.
 
+    A value model is one for `load_value_model`, and transformers' ForSequenceClassification with one label: it gives the
+    value at the last token that is not `eos_id`, with which rows are padded.
+
     eos_id: the token with which transformers ends a generation. Raises ModelError for a shape that no supported
     architecture has, SnapshotError where the files cannot be written.
     """
     config = _written_config(decoder.config, eos_id)
+    if isinstance(decoder, ValueModel):
+        classifier = ARCHITECTURES[config["model_type"]].replace("ForCausalLM", "ForSequenceClassification")
+        config |= {"architectures": [classifier], "id2label": {"0": "value"}, "label2id": {"value": 0}, "pad_token_id": eos_id}
     tensors = {name: parameter.detach().contiguous() for name, parameter in decoder.named_parameters()}
     with attempt(f"write the model to {path}", path):
         path.mkdir(parents=True, exist_ok=True)
@@ -235,7 +241,8 @@ def _load_tensor(name: str, tensors: Any, parameters: Mapping[str, Tensor]) -> l
     if name not in parameters:
         # Old checkpoints keep the frequencies, which follow from rope_theta; a tied output layer is compared by the caller.
         ignored = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
-        return [] if ignored else [f"extra {name}"]
+        whose = ", the head of a value model, such as a reward model or a critic" if name == VALUE_HEAD else ""
+        return [] if ignored else [f"extra {name}{whose}"]
     view, want = tensors.get_slice(name), list(parameters[name].shape)
     if view.get_shape() != want:
         return [f"misshaped {name}: {view.get_shape()}, expected {want}"]

@@ -29,3 +29,15 @@ class ValueModel(Decoder):
     def values(self, hidden: Tensor) -> Tensor:
         """Float32 [M] of hidden states [M, D], summed in float32 row by row, so that a row's bits are its own."""
         return (hidden.float() * self.score.weight).sum(1)
+
+
+def value_model_on(decoder: Decoder) -> ValueModel:
+    """A value model whose body is the decoder's own, so that what trains the one changes the other; its values are 0 at first.
+
+    A value model is its own.
+    """
+    if isinstance(decoder, ValueModel):
+        return decoder
+    model = ValueModel(decoder.config, decoder.dtype)
+    model.model = decoder.model
+    return model
