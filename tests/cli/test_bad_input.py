@@ -302,9 +302,11 @@ def test_a_teacher_with_another_vocabulary(finished: Path, tmp_path: Path, capsy
 def test_a_copy_of_the_policy_cannot_join_a_run_that_has_begun(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The weights with which the run began are gone."""
+    """The weights with which the run began are gone; and what a refused start was asked for is not written down."""
     begun = shutil.copytree(finished, tmp_path / "begun")
+    config = (begun / "config.yaml").read_text()
     assert (
         tandem("train", str(begun / "config.yaml"), f"run.dir={begun}", "trainer.steps=3", "algorithm.kl_coef=0.1", "--resume") == 2
     )
     assert "reference would be a copy of the policy as the run began" in complaint(capsys)
+    assert (begun / "config.yaml").read_text() == config
