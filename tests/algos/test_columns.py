@@ -136,6 +136,7 @@ def test_draws_of_an_algorithm() -> None:
     rewards, uniforms = torch.tensor([1.0, 3.0]), torch.tensor([0.2, 0.3])
     assert resampling(configure("grpo", {"resampling": "pow", "resampling_pow": 1.0}), rewards, uniforms).tolist() == [1.0, 1.0]
     assert resampling(configure("grpo", {"resampling": "pow"}), rewards, uniforms).tolist() == [0.0, 2.0]
+    assert resampling(configure("grpo", {"resampling": "max_min"}), rewards, torch.tensor([0.2, 0.7])).tolist() == [1.0, 1.0]
 
 
 def test_arguments_are_columns_by_name() -> None:

@@ -303,3 +303,8 @@ def test_a_sum_above_zero_says_right() -> None:
     assert implicit_reward_term(given).metrics["implicit_accuracy"].value == 1
     _, signs = implicit_reward_accuracy(torch.zeros(2), torch.ones(2), torch.tensor([1, 1]))
     assert signs.item() == 0
+
+
+def test_whether_a_models_own_output_is_finite_is_for_the_loss_to_show() -> None:
+    scores = torch.tensor([[torch.nan, 1.0]]).requires_grad_()
+    assert reward_model_loss(scores).loss.isnan().all()
