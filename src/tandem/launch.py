@@ -164,9 +164,8 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
         heldout = _heldout(recipe) if rollout is not None and recipe.reward is not None else None
         phase = main_phase(recipe, model, None if from_dataset(recipe) else rollout)
         first = warmup_phase(recipe, model) if recipe.warmup is not None else None
-        main = _PhaseRun(recipe, phase, directory, console, rollout, heldout, recipe.trainer.snapshot_every)
         initial, copies = directory / "initial", phase.roles.copies
-        if resume and copies and main.store.latest() is not None and not initial.is_dir():
+        if resume and copies and _has_begun(recipe) and not initial.is_dir():
             raise ConfigError(
                 f"{copies[0].name} would be a copy of the policy as the run began, and {initial} is not there: resume the run "
                 f"with the algorithm.* that it had, or begin another one"
@@ -179,6 +178,7 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
                 "distribution: the samples are off-policy (metric rollout/cut_support)",
                 style="yellow",
             )
+        main = _PhaseRun(recipe, phase, directory, console, rollout, heldout, recipe.trainer.snapshot_every)
         if recipe.warmup is not None and first is not None and main.store.latest() is None:
             warmup = _PhaseRun(recipe, first, directory / "warmup", console, None, None, recipe.warmup.snapshot_every)
             await warmup.run(began_s)
@@ -188,6 +188,12 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
             phase.roles.begin(initial)
         await main.run(began_s)
         _finish(recipe, main, directory, console)
+
+
+def _has_begun(recipe: Recipe) -> bool:
+    """Whether there is a snapshot of the main phase to go on from."""
+    path = recipe.run.directory / "snapshots"
+    return path.is_dir() and SnapshotStore(path, recipe.snapshots, device.fingerprint()).latest() is not None
 
 
 def _describe(model: Model) -> str:
