@@ -189,6 +189,19 @@ def test_entropy_is_reported_where_the_engine_gives_it() -> None:
         assert "entropy" not in loss(base).metrics
 
 
+def test_the_log_ratio_is_clamped_from_below_too() -> None:
+    given = inputs([math.exp(-50), math.exp(-3)], [1.0, 1.0])
+    assert importance_weighted(given).loss.tolist() == pytest.approx([-math.exp(-20), -math.exp(-3)], rel=1e-5)
+
+
+def test_soft_gates_are_narrower_or_wider_in_the_precision_of_the_ratio() -> None:
+    base = inputs([1.5, 0.5], [1.0, -1.0])
+    columns = {name: column.double() for name, column in base.columns.items()}
+    given = LossInputs(torch.tensor([1.5, 0.5]).double().log(), base.mask, base.lengths, columns)
+    found = policy_losses.sapo(given, tau_pos=0.7, tau_neg=0.1).loss.tolist()
+    assert found == pytest.approx([-4 / 0.7 / (1 + math.exp(-0.35)), 4 / 0.1 / (1 + math.exp(0.05))], rel=1e-12)
+
+
 def test_what_failed_is_tapered_below_one_too() -> None:
     base = inputs([0.5, 0.5], [2.0, 2.0], rewards=torch.tensor([0.0, 1.0]))
     given = LossInputs(base.logprobs, base.mask, torch.tensor([1, 1]), base.columns)
@@ -221,7 +234,7 @@ def test_a_gate_opens_on_its_bound_and_caps_the_ratio(name: str) -> None:
     assert (slope, closed) == (pytest.approx([-3.0, 1.0]), 0)
     assert run([1.0, -2.0], narrow[0], narrow[1]) == ([0, 0], [0, 0], 1)
     assert run([-1.0, 2.0], 0.0, 0.0)[1:] == (pytest.approx([3.0, -1.0]), 0)  # both lead back
-    assert run([0.0, 0.0], 0.0, narrow[1])[2] == 0.5  # an advantage of 0 is not above 0
+    assert run([0.0, 0.0], wide[0], narrow[1])[2] == 0.5  # an advantage of 0 is not above 0
     assert run([1.0, -2.0], wide[0], wide[1], ratio_cap=2.0)[1] == pytest.approx([-2.0, 1.0])
     of_ratio = run([1.0, -2.0], wide[0], wide[1], surrogate="ratio")
     assert (of_ratio[0], of_ratio[1]) == (pytest.approx([-ratios[0], 2 * ratios[1]]), pytest.approx([-3.0, 1.0]))
@@ -233,6 +246,18 @@ def test_a_gate_opens_on_its_bound_and_caps_the_ratio(name: str) -> None:
         assert run([1.0, -2.0], sizes[0], sizes[1])[2] == 0
         assert run([-1.0, 2.0], narrow[0], wide[1], sides="both")[2] == 0.5
         assert run([-1.0, 2.0], wide[0], narrow[1], sides="both")[2] == 0.5
+
+
+@pytest.mark.parametrize(("p", "q"), [(0.6, 0.2), (1 - 1e-9, 0.5), (0.5, 1 - 1e-9)])
+def test_the_divergence_of_the_gate(p: float, q: float) -> None:
+    """KL(q, p) with 1e-8 beside what is left, so that a certain token has a finite one; known to 1e-9 of itself."""
+    size = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    away = 1.0 if p > q else -1.0
+    x, old, advantages = (torch.tensor([value], dtype=torch.float64) for value in (math.log(p), math.log(q), away))
+    given = LossInputs(x, torch.tensor([True]), torch.tensor([1]), {"old_logprobs": old, "advantages": advantages})
+    for bound, closed in ((size * (1 - 1e-7), 1), (size * (1 + 1e-7), 0)):
+        found = policy_losses.dppo_kl(given, clip_low=bound, clip_high=bound)
+        assert found.metrics["clip_fraction"].value == closed
 
 
 def test_covariant_tokens_are_held_or_left_out() -> None:

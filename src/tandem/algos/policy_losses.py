@@ -119,7 +119,7 @@ def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05, log
     advantages = inputs.token("advantages")
     difference = log_ratio(inputs.policy_logprobs, inputs.token("old_logprobs"), log_ratio_clamp)
     ratio = difference.exp()
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    tau = torch.full_like(ratio, tau_neg).masked_fill_(advantages > 0, tau_pos)
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
     return policy_term(inputs, -advantages * gate, ratio_metrics(inputs, ratio, difference))
 
