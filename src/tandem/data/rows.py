@@ -59,8 +59,11 @@ def _task(row: dict[str, object], where: str, number: int, source: str) -> Task:
     listed = _listed(row)
     talk = row.pop("messages", None) or row.pop("prompt", None)
     messages = _messages(talk, where) if talk else ()
+    nulls = [name for name in ("chosen", "rejected") if name in row and row[name] is None]
     sides = {name: row.pop(name, None) for name in ("chosen", "rejected")}
     if lacking := [name for name, value in sides.items() if value is None]:
+        if len(lacking) == 1 and nulls:
+            raise DataError(f"{where}: {nulls[0]} is null, and a pair needs both responses: leave the pair out")
         if len(lacking) == 1:
             raise DataError(f"{where} lacks {lacking[0]} of its pair (it has {listed}): name the column with `columns`")
         better: tuple[Message, ...] = ()
@@ -121,6 +124,8 @@ def _response(prompt: tuple[Message, ...], value: object, where: str) -> tuple[M
     messages = _messages(value, where)
     if not prompt or (messages and messages[0].role == "assistant"):
         return messages
+    if not any(message.role == "assistant" for message in messages):
+        raise DataError(f"{where} holds no response: a list of messages needs an assistant turn")
     if messages[: len(prompt)] != prompt:
         raise DataError(f"{where} is a conversation with another prompt than the row's own: a pair is two responses to one prompt")
     return messages[len(prompt) :]
