@@ -29,7 +29,7 @@ def lines() -> list[str]:
                 found += [f"{path.stem}.{name}: {each}" for each in given]
     for row in ROWS:
         parts = {"advantage": row.advantage, "loss": row.loss, "min_episodes": row.min_episodes, "keep": row.keep, **row.params}
-        found += [f"row {row.name}: {key}={value!r}" for key, value in parts.items() if value is not None]
+        found += [f"row {row.name}: {key}={value!r}" for key, value in parts.items()]
         complete = ALGORITHMS[row.name]
         found.append(f"row {row.name}: an update reads {' '.join(sorted(complete.needs))}")
         if row.advantage is not None:

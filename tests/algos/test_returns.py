@@ -142,6 +142,20 @@ def test_equal_rewards_of_a_process_give_exactly_zero_and_float32() -> None:
     found = returns.process_and_outcome(tenths, torch.full((3,), 0.7), torch.zeros(3).long(), MASK, LENGTHS)
     assert found.advantages.tolist() == [0.0] * 7
     assert found.advantages.dtype == torch.float32
+    for num in (5, 6, 7, 11):
+        every, one = torch.ones(num, dtype=torch.bool), torch.ones(num, dtype=torch.int64)
+        for reward in (0.1, 0.7, 1e6 + 0.1):
+            equal = torch.full((num,), reward, dtype=torch.float64)
+            found = returns.process_and_outcome(equal, equal, torch.zeros(num).long(), every, one)
+            assert found.advantages.tolist() == [0.0] * num
+
+
+def test_rows_of_one_token_are_companions() -> None:
+    every, one = torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.int64)
+    found = returns.optimal_token_baseline(
+        torch.tensor([1.0, 0.0]), -torch.ones(2), torch.ones(2), torch.zeros(2).long(), every, one
+    )
+    assert found.advantages.tolist() == pytest.approx([0.5, -0.5])
 
 
 def test_a_row_alone_has_no_baseline() -> None:
