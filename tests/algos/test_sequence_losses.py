@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -66,6 +67,21 @@ def test_the_ratio_of_a_row_ends_at_exp_10() -> None:
     loss = sequence_clip(given, clip_low=1.0, clip_high=9.0, ratio="product")
     close(loss.loss, [math.exp(10), 0, math.exp(10), -math.exp(-12)])
     close(gradient(given, loss)[:3], [0, 0, 0])
+
+
+@pytest.mark.parametrize(("ratio", "value", "share"), [("product", 12.0, 1.0), ("geometric", 12.0, 1 / 8)])
+def test_a_ratio_that_is_differentiated_whole_has_no_cap(
+    ratio: Literal["product", "geometric"], value: float, share: float
+) -> None:
+    """A = -1 on 8 tokens: the mean loss is r, and its gradient r on each token for a product, r / 8 for a geometric mean."""
+    apart = value / 8 if ratio == "product" else value
+    old = torch.full((8,), -1 - apart, dtype=torch.float64)
+    logprobs, ones = torch.full_like(old, -1.0).requires_grad_(), torch.ones_like(old)
+    given = LossInputs(logprobs, ones.bool(), torch.tensor([8]), {"old_logprobs": old, "advantages": -ones})
+    mean = sequence_clip(given, clip_low=0.2, clip_high=0.2, ratio=ratio, gradient="sequence").loss.mean()
+    (found,) = torch.autograd.grad(mean, logprobs)
+    close(mean[None], [math.exp(value)])
+    close(found, [math.exp(value) * share] * 8)
 
 
 def test_geometric_mean_clips_each_token_on_the_side_of_its_advantage() -> None:

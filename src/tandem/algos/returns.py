@@ -212,8 +212,9 @@ def optimal_token_baseline(
     """A_t = G_t - B_t, B_t = sum_(j in g) G_j W_j / (sum_(j in g) W_j + baseline_eps) at the same position (verl's OTB).
 
     W_t is the sum over k <= t of 1 - 2 exp(old_k) + sum_pi_squared_k, the squared length of the score so far, over
-    the rows that reach the position. Positions that only the longest row of a group reaches have B = 0; a row without
-    companions has no baseline and gets 0.
+    the rows that reach the position. A position is the number of counted tokens before a token, so that observations between
+    turns do not shift what is compared; verl counts masked tokens, too. Positions that only the longest row of a group
+    reaches have B = 0; a row without companions has no baseline and gets 0.
 
     sum_pi_squared_N: [N], sum over the vocabulary of the policy's squared probabilities at each token.
     """

@@ -20,7 +20,7 @@ from tandem.algos.segments import on_tokens, row_mean, row_sum
 from tandem.algos.terms import LossInputs, TokenLoss, whole_rows
 
 MAX_LOG_RATIO = 10.0
-"""The logarithm of a sequence's ratio on a token ends here."""
+"""The logarithm of the ratio of a sequence on a token, as GSPO-token has it, ends here."""
 
 
 @whole_rows
@@ -36,8 +36,8 @@ def sequence_clip(
     """max(-A s_i, -A clip(s_i, 1 - clip_low, 1 + clip_high)), s_i = exp((1 / n_i) sum_t (x - o)) (GSPO, arXiv 2507.18071).
 
     ratio "product" leaves out 1 / n_i (the sequence's true ratio, TRL's RLOO). gradient "token" is GSPO-token:
-    the value of s_i with the gradient of x_t, so that token t is weighed by its own A_t; "sequence" differentiates s_i, so
-    that every token gets the row's mean of A. They agree where A is constant in a row.
+    the value of s_i, up to e^10, with the gradient of x_t, so that token t is weighed by its own A_t; "sequence"
+    differentiates s_i, which ends nowhere, so that every token gets the row's mean of A.
     Aggregated by seq-mean-token-sum it is LUSPO (TRL): long responses count for their length.
     """
     check_clip(clip_low, clip_high, log_ratio_clamp)
@@ -46,8 +46,8 @@ def sequence_clip(
     reduce = row_mean if ratio == "geometric" else row_sum
     of_row = on_tokens(reduce(difference, inputs.mask, inputs.lengths), inputs.lengths)
     if gradient == "token":
-        of_row = x - x.detach() + of_row
-    ratio_N = clamped(of_row, -math.inf, MAX_LOG_RATIO).exp()
+        of_row = clamped(x - x.detach() + of_row, -math.inf, MAX_LOG_RATIO)
+    ratio_N = of_row.exp()
     loss, clipped = clipped_surrogate(ratio_N, inputs.token("advantages"), clip_low, clip_high)
     return policy_term(inputs, loss, ratio_metrics(inputs, ratio_N, difference, clipped))
 
