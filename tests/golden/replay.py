@@ -7,9 +7,10 @@ is not Tandem's default, the choice is a named parameter here.
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,10 +18,10 @@ from torch import Tensor
 from tandem.algos import advantages, corrections, policy_losses, preferences, returns, selection, sequence_losses, shaping, values
 from tandem.algos.aggregation import aggregate, loss_weights, mean_over
 from tandem.algos.checks import keep
-from tandem.algos.composition import loss_sum
+from tandem.algos.composition import inputs_of, loss_sum, parts_of, types_of
 from tandem.algos.distillation import generalized_jsd, topk_kl
-from tandem.algos.extra_terms import distillation_term, kl_term, positive_nll, reverse_kl_policy_gradient, squared_log_ratio
-from tandem.algos.kl import adapted_kl_coef, kl_divergence
+from tandem.algos.extra_terms import kl_estimate, positive_nll, reverse_kl_policy_gradient, squared_log_ratio
+from tandem.algos.kl import KLEstimator, KLGradient, adapted_kl_coef, kl_divergence
 from tandem.algos.ratios import log_ratio
 from tandem.algos.segments import row_counts, row_sum
 from tandem.algos.supervised import negative_log_likelihood
@@ -65,16 +66,27 @@ class Table:
     def spread(self, values_B: Tensor) -> Tensor:
         return advantages.spread(values_B, self.mask, self.lengths)
 
-    def weights(self, params: Params, ranks: int = 1) -> Tensor:
+    def weights(self, params: Params, mask: Tensor | None = None, ranks: int = 1) -> Tensor:
         """A missing scale factor is the padded width by the convention of these cases, not of Tandem."""
-        mode = params.get("agg", "seq-mean-token-mean")
+        mode = params.get("agg") or "seq-mean-token-mean"
         constant = (params.get("scale_factor") or self.shape[1]) if mode == "seq-mean-token-sum-norm" else None
-        return loss_weights(self.mask, self.lengths, aggregation=mode, length_constant=constant, ranks=ranks)
+        counted = self.mask if mask is None else mask
+        return loss_weights(counted, self.lengths, aggregation=mode, length_constant=constant, ranks=ranks)
 
 
-def given(params: Mapping[str, Any], **names: str) -> Params:
-    """The parameters that a case sets, under Tandem's names: `tandem_name="canonical_name"`."""
-    return {mine: params[theirs] for mine, theirs in names.items() if theirs in params}
+def given(function: Callable[..., Any], params: Mapping[str, Any], **names: str) -> Params:
+    """The parameters of `function` that a case sets, under Tandem's names: `tandem_name="canonical_name"`.
+
+    Null is off where the function can be told so, and its default elsewhere.
+    """
+    types = types_of(function)
+    set_here = {mine: params[theirs] for mine, theirs in names.items() if mine in types and theirs in params}
+    return {name: value for name, value in set_here.items() if value is not None or NoneType in get_args(types[name])}
+
+
+def same_names(function: Callable[..., Any], params: Mapping[str, Any]) -> Params:
+    """The parameters of a case that has them under Tandem's names."""
+    return given(function, params, **{name: name for name in params})
 
 
 def gradient(leaf: Tensor) -> Tensor:
@@ -94,7 +106,7 @@ def _aggregation(table: Table, params: Params) -> Outputs:
     losses = table["loss_mat"].requires_grad_()
     loss = aggregate(losses, table.weights(params), table.mask)
     loss.backward()
-    split = table.weights(params, ranks=params.get("dp_size", 1))
+    split = table.weights(params, ranks=params.get("dp_size") or 1)
     parts = params.get("row_parts", [list(range(table.shape[0]))])
     by_row = [value.view(table.shape) for value in (losses.detach(), split, table.mask)]
     return {
@@ -104,20 +116,26 @@ def _aggregation(table: Table, params: Params) -> Outputs:
     }
 
 
-KL_NAMES = {"low_var_kl": "k3"}
+KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+def kl_names(name: str, params: Params, prefix: str = "") -> Params:
+    """An estimator and its gradient from a peer's name, in which "+" is the straight-through gradient."""
+    plain = name.removesuffix("+")
+    chosen = "direct" if plain == name else "straight_through"
+    chosen = "weighted" if params.get("is_weighted") or params.get("kl_is_correction") else chosen
+    chosen = "unbiased" if params.get("unbiased_gradient") else chosen
+    return {f"{prefix}estimator": KL_NAMES.get(plain, plain), f"{prefix}gradient": chosen}
 
 
 def _kl(table: Table, params: Params) -> Outputs:
-    estimator = params["estimator"].removesuffix("+")
-    gradient_of = "straight_through" if params["estimator"].endswith("+") else "direct"
-    gradient_of = "unbiased" if params.get("unbiased_gradient") else "weighted" if params.get("is_weighted") else gradient_of
     logprobs = table["new_logprobs"].requires_grad_()
+    columns = {name: keep(column, table.mask) for name, column in table.columns().items() if name != "new_logprobs"}
     kl = kl_divergence(
-        logprobs,
-        table["ref_logprobs"],
-        estimator=KL_NAMES.get(estimator, estimator),
-        gradient=gradient_of,
-        old_logprobs_N=table.columns().get("old_logprobs"),
+        keep(logprobs, table.mask),
+        columns["ref_logprobs"],
+        old_logprobs_N=columns.get("old_logprobs"),
+        **kl_names(params["estimator"], params),
     )
     kl = keep(kl, table.mask)
     kl.sum().backward()
@@ -125,10 +143,12 @@ def _kl(table: Table, params: Params) -> Outputs:
 
 
 def _kl_controller(table: Table, params: Params) -> Outputs:
+    if params.get("target") is None:
+        return {"coef_history": [params["init"] for _ in params["kl_sequence"]]}
     history = [params["init"]]
+    how = given(adapted_kl_coef, params, target="target", horizon="horizon", num_steps="n_steps")
     for kl in params["kl_sequence"]:
-        next_coef = adapted_kl_coef(history[-1], kl, **given(params, target="target", horizon="horizon", num_steps="n_steps"))
-        history.append(next_coef)
+        history.append(adapted_kl_coef(history[-1], kl, **how))
     return {"coef_history": history[1:]}
 
 
@@ -143,27 +163,38 @@ def _binary_kl(table: Table, params: Params) -> Outputs:
 # --------------------------------------------------------------------------------------------------- advantages
 
 
-def _episodes(function: Callable[..., Tensor], **fixed: Any) -> Callable[[Table, Params], Outputs]:
-    """One advantage a row, from rewards and groups, spread over the row's tokens."""
+def _episodes(function: Callable[..., Tensor], fixed: Params | None = None, **names: str) -> Callable[[Table, Params], Outputs]:
+    """One advantage a row, from rewards and groups, spread over the row's tokens; `fixed` are the choices of a peer."""
 
     def run(table: Table, params: Params) -> Outputs:
         found = {"rewards_B": table["rewards"], "token_counts_B": row_counts(table.mask, table.lengths)}
         found["groups_B"] = table.groups if "group_ids" in table.inputs else torch.zeros(len(table.lengths))
-        positional = {name: found[name] for name in found if name in inspect.signature(function).parameters}
-        return {"advantages": table.padded(table.spread(function(**positional, **fixed)))}
+        positional = {name: found[name] for name in found if name in inputs_of(function)}
+        chosen = {**(fixed or {}), **given(function, params, **names, singleton="singleton")}
+        return {"advantages": table.padded(table.spread(function(**positional, **chosen)))}
 
     return run
 
 
-def _group_baseline(table: Table, params: Params) -> Outputs:
-    scale = params.get("scale_rewards", "group" if params.get("norm_by_std") else "none")
-    set_here = given(params, std_eps="eps", ddof="ddof", leave_one_out="leave_one_out")
-    return _episodes(advantages.group_baseline, scale=scale, singleton="reward", **set_here)(table, params)
+def _group_baseline(divides: bool) -> Callable[[Table, Params], Outputs]:
+    """divides: by the deviation where a case does not say. A group of one has its raw reward, but in peers that give it 0."""
+    names = {"std_eps": "eps", "ddof": "ddof", "leave_one_out": "leave_one_out"}
+    scales = {None: "group", True: "group", False: "none"}
+
+    def run(table: Table, params: Params) -> Outputs:
+        scale = "group" if params.get("norm_by_std", divides) else "none"
+        if "scale_rewards" in params:
+            scale = scales.get(params["scale_rewards"], params["scale_rewards"])
+        zero = "scale_rewards" in params or params.get("leave_one_out")
+        fixed = {"scale": scale, "singleton": "zero" if zero else "reward"}
+        return _episodes(advantages.group_baseline, fixed, **names)(table, params)
+
+    return run
 
 
 def _best_of_group(table: Table, params: Params) -> Outputs:
-    scale = "group" if params["norm_by_std"] else "none"
-    return _episodes(advantages.best_of_group, scale=scale)(table, params)
+    scale = "group" if params.get("norm_by_std", True) else "none"
+    return _episodes(advantages.best_of_group, {"scale": scale}, std_eps="eps")(table, params)
 
 
 def _whitened_baseline(table: Table, params: Params) -> Outputs:
@@ -172,8 +203,10 @@ def _whitened_baseline(table: Table, params: Params) -> Outputs:
 
 
 def _gdpo(table: Table, params: Params) -> Outputs:
+    names = {"reward_weights": "reward_weights", "std_eps": "eps", "ddof": "ddof", "singleton": "singleton"}
+    chosen = given(advantages.decoupled_normalization, params, **names)
     of_components = advantages.decoupled_normalization(
-        table.raw("reward_components"), table.groups, singleton="reward", **given(params, reward_weights="reward_weights")
+        table.raw("reward_components"), table.groups, **{"singleton": "reward"} | chosen
     )
     return {"advantages": table.padded(_whiten(table.spread(of_components), table, params))}
 
@@ -181,23 +214,28 @@ def _gdpo(table: Table, params: Params) -> Outputs:
 def _whiten(values_N: Tensor, table: Table, params: Params) -> Tensor:
     if params.get("whiten") is False:
         return values_N
-    return returns.whiten(values_N, table.mask, **given(params, whiten_ddof="whiten_ddof"))
+    return returns.whiten(values_N, table.mask, **given(returns.whiten, params, whiten_ddof="whiten_ddof"))
 
 
 def _whiten_alone(table: Table, params: Params) -> Outputs:
-    return {"whitened": table.padded(returns.whiten(table["x"], table.mask, **given(params, whiten_ddof="ddof", whiten_eps="eps")))}
+    chosen = given(returns.whiten, params, whiten_ddof="ddof", whiten_eps="eps")
+    if params.get("unbiased") is False:
+        chosen["whiten_ddof"] = 0
+    return {"whitened": table.padded(returns.whiten(table["x"], table.mask, **chosen))}
 
 
 def _token_rewards(table: Table, params: Params) -> Tensor:
     if "token_rewards" in table.inputs:
         return table["token_rewards"]
     logprobs = [table[name] for name in ("old_logprobs", "ref_logprobs") if name in table.inputs]
+    penalty = params.get("kl_type") or params.get("kl_penalty") or "k1"
     return returns.token_rewards(
         table["rewards"],
         table.mask,
         table.lengths,
-        *(logprobs if "kl_coef" in params else ()),
-        **given(params, reward_kl_coef="kl_coef"),
+        *(logprobs if params.get("kl_coef") else ()),
+        **given(returns.token_rewards, params, reward_kl_coef="kl_coef"),
+        reward_kl_estimator=kl_names(penalty, {})["estimator"],
     )
 
 
@@ -212,8 +250,8 @@ def _credit(
 
     def run(table: Table, params: Params) -> Outputs:
         middle = [table.groups if name == "group_ids" else table[name] for name in columns]
-        credit = function(_token_rewards(table, params), *middle, table.mask, table.lengths, **given(params, **names))
-        found = _whiten(credit.advantages, table, params) if whitens else credit.advantages
+        credit = function(_token_rewards(table, params), *middle, table.mask, table.lengths, **given(function, params, **names))
+        found = _whiten(credit.advantages, table, params) if whitens or params.get("whiten") else credit.advantages
         return {"advantages": table.padded(found), "returns": table.padded(credit.returns)}
 
     return run
@@ -238,7 +276,7 @@ def _prime(table: Table, params: Params) -> Outputs:
         groups_of(table, params["group_size"]),
         table.mask,
         table.lengths,
-        **given(params, process_coef="reward_dpo_coef", outcome_coef="reward_gt_coef"),
+        **given(returns.process_and_outcome, params, process_coef="reward_dpo_coef", outcome_coef="reward_gt_coef"),
     )
     return {"advantages": table.padded(_whiten(credit.advantages, table, params)), "returns": table.padded(credit.returns)}
 
@@ -247,25 +285,32 @@ def _opd_advantage(table: Table, params: Params) -> Outputs:
     student, teacher = table["old_logprobs"], table["teacher_logprobs"]
     if "opd_kl_coef" not in params:
         return {"advantages": table.padded(returns.teacher_advantage(student, teacher, table.mask))}
-    found = returns.reverse_kl(table["advantages"], student, teacher, table.mask, **given(params, distillation_coef="opd_kl_coef"))
+    how = given(returns.reverse_kl, params, distillation_coef="opd_kl_coef")
+    found = returns.reverse_kl(table["advantages"], student, teacher, table.mask, **how)
     return {"advantages": table.padded(found)}
 
 
 def _centred_rewards(table: Table, params: Params) -> Outputs:
-    return {"centered_rewards": advantages.soft_mean_centred(table["rewards"], **given(params, soft_mean_beta="beta")).tolist()}
+    return {
+        "centered_rewards": advantages.soft_mean_centred(
+            table["rewards"], **given(advantages.soft_mean_centred, params, soft_mean_beta="beta")
+        ).tolist()
+    }
 
 
 def _overlong(table: Table, params: Params) -> Outputs:
-    found = shaping.overlong_penalty(table["rewards"], table["response_lengths"], **params)
+    found = shaping.overlong_penalty(table["rewards"], table["response_lengths"], **same_names(shaping.overlong_penalty, params))
     return {"rewards": found.tolist()}
 
 
 def _stop_properly(table: Table, params: Params) -> Outputs:
-    return {"rewards": shaping.stop_properly(table["rewards"], table["truncated"], **params).tolist()}
+    how = same_names(shaping.stop_properly, params)
+    return {"rewards": shaping.stop_properly(table["rewards"], table["truncated"], **how).tolist()}
 
 
 def _resampling(table: Table, params: Params) -> Outputs:
-    weights = shaping.resampling_weights(row_sum(table["token_scores"], table.mask, table.lengths), **params)
+    how = same_names(shaping.resampling_weights, params)
+    weights = shaping.resampling_weights(row_sum(table["token_scores"], table.mask, table.lengths), **how)
     return {
         "resample_weights": weights.tolist(),
         "resample_probabilities": shaping.resampling_probabilities(weights).tolist(),
@@ -279,36 +324,60 @@ AREAL_FLOOR = 1e-8
 """The peer's floor, run in float64; in float32 it would round to certainty."""
 
 
+UNBOUNDED = sys.float_info.max
+"""What a null upper bound is; a null lower one is 0."""
+
+
 def _corrected(table: Table, params: Params) -> corrections.Correction:
     chosen = params["correction"]
     old, rollout, mask, lengths = table["old_logprobs"], table["rollout_logprobs"], table.mask, table.lengths
-    bounds = given(chosen, low="low", high="high") | given(params, log_ratio_clamp="log_ratio_clamp")
+
+    def gate(function: Callable[..., corrections.Correction], **fixed: Any) -> corrections.Correction:
+        how = chosen | {name: none for name, none in (("low", 0.0), ("high", UNBOUNDED)) if chosen.get(name, 0) is None}
+        how |= {name: params[name] for name in ("log_ratio_clamp",) if name in params}
+        columns = (old, rollout, mask, lengths)[: len(inputs_of(function))]
+        return function(*columns, **given(function, how, normalize="batch_normalize") | same_names(function, how) | fixed)
+
     match chosen["kind"]:
         case "token_tis":
-            return corrections.token_tis(old, rollout, mask, **bounds)
+            return gate(corrections.token_tis)
         case "seq_tis":
-            return corrections.seq_tis(old, rollout, mask, lengths, **given(chosen, low="low", high="high"))
+            return gate(corrections.seq_tis)
         case "token_icepop":
-            return corrections.icepop(old, rollout, mask, **bounds)
+            return gate(corrections.icepop)
         case "kpop":
-            return corrections.kpop(old, rollout, mask, probability_floor=AREAL_FLOOR, **bounds)
+            return gate(corrections.kpop, probability_floor=AREAL_FLOOR)
         case "seq_mask_tis":
-            return corrections.seq_mask_tis(old, rollout, mask, lengths, **bounds)
+            return gate(corrections.seq_mask_tis)
         case "token_binary_kl" | "token_tv" as kind:
-            return corrections.token_trust_region(old, rollout, mask, divergence=kind.removeprefix("token_"), **bounds)
+            return gate(corrections.token_trust_region, divergence=kind.removeprefix("token_"))
         case "seq_binary_kl" | "seq_tv" as kind:
-            return corrections.sequence_trust_region(old, rollout, mask, lengths, divergence=kind.removeprefix("seq_"), **bounds)
+            return gate(corrections.sequence_trust_region, divergence=kind.removeprefix("seq_"))
         case "seq_geo_mask":
-            return corrections.sequence_mask(old, rollout, mask, lengths, ratio="geometric", **bounds)
+            return gate(corrections.sequence_mask, ratio="geometric")
         case "seq_product_mask":
-            return corrections.sequence_mask(old, rollout, mask, lengths, ratio="product", **bounds)
+            return gate(corrections.sequence_mask, ratio="product")
         case "outlier_seq_mask":
-            return corrections.sequence_mask(old, rollout, mask, lengths, ratio="outlier", **bounds)
+            return gate(corrections.sequence_mask, ratio="outlier")
+        case "m2po":
+            return gate(corrections.m2po)
         case "rs":
-            tests = given(chosen, mode="mode", threshold="threshold")
-            return corrections.rejection_sampling(old, rollout, mask, lengths, **tests)
+            return gate(corrections.rejection_sampling, **_tests(chosen))
         case kind:
             raise KeyError(f"correction {kind}")
+
+
+def _tests(chosen: Params) -> Params:
+    """Modes and thresholds as Tandem spells them; a pair of numbers for one mode is its two bounds."""
+    modes = listed(chosen.get("mode") or "token_k1")
+    bounds = [str(bound) for bound in listed(chosen.get("threshold") or "0.5_2.0")]
+    separator = "_" if len(modes) == 1 else ","
+    return {"mode": ",".join(modes), "threshold": separator.join(bounds)}
+
+
+def listed(value: Any) -> list[Any]:
+    """A list, or one value as a list; a text holds its values between commas."""
+    return value if isinstance(value, list) else value.split(",") if isinstance(value, str) else [value]
 
 
 def _correction(table: Table, params: Params) -> Outputs:
@@ -326,34 +395,46 @@ def _correction(table: Table, params: Params) -> Outputs:
 
 
 def _m2po(table: Table, params: Params) -> Outputs:
-    found = corrections.m2po(table["old_logprobs"], table["rollout_logprobs"], table.mask, **params)
+    found = corrections.m2po(table["old_logprobs"], table["rollout_logprobs"], table.mask, **same_names(corrections.m2po, params))
     return {"keep_mask": table.padded(found.kept.double())}
 
 
 def _opsm(table: Table, params: Params) -> Outputs:
     """The peer compares the current policy with the start of the update; Tandem's arguments are any two policies."""
     columns = (table["new_logprobs"], table["old_logprobs"], table["advantages"])
-    found = corrections.off_policy_sequence_mask(*columns, table.mask, table.lengths, **params)
+    found = corrections.off_policy_sequence_mask(
+        *columns, table.mask, table.lengths, **same_names(corrections.off_policy_sequence_mask, params)
+    )
     return {"keep_mask": table.padded(found.kept.double())}
 
 
 # ------------------------------------------------------------------------------------------------ policy losses
 
 
+CLIPS = {name: name for name in ("clip_low", "clip_high", "log_ratio_clamp", "ratio_cap")} | {"dual_clip": "dual_clip_c"}
+"""What a policy loss may take, and what the cases call it."""
+
+
+def _chosen(function: LossFunction, params: Params, **names: str) -> Params:
+    """The parameters of a policy loss that a case sets; `names` are those that are not in `CLIPS`."""
+    return given(function, params, **CLIPS) | given(function, params, ratio_cap="delta") | given(function, params, **names)
+
+
 def _policy(function: LossFunction, fixed: Params | None = None, **names: str) -> Callable[[Table, Params], Outputs]:
     """A policy loss; `names` are its parameters and what the cases call them, `fixed` the choices of a peer."""
 
     def run(table: Table, params: Params) -> Outputs:
-        return _loss(table, params, function, {**(fixed or {}), **given(params, **names)})
+        return _loss(table, params, function, {**(fixed or {}), **_chosen(function, params, **names)})
 
     return run
 
 
 def _loss(table: Table, params: Params, function: LossFunction, arguments: Params, **more: Tensor) -> Outputs:
-    columns = table.columns() | more
+    """With a correction that rejects, the tokens that it drops count nowhere (verl); with others they stay in the denominator."""
+    columns, mask = table.columns() | more, table.mask
     metrics: dict[str, float] = {}
     outputs: Outputs = {}
-    if "correction" in params:
+    if params.get("correction"):
         correction = _corrected(table, params)
         columns["correction"] = correction.column
         outputs["weights"] = table.padded(correction.column)
@@ -361,14 +442,19 @@ def _loss(table: Table, params: Params, function: LossFunction, arguments: Param
         metrics["filter_fraction"] = filtered.value if filtered else 0.0
         gap = mismatch(table["rollout_logprobs"], table["old_logprobs"], table.mask)
         metrics["kl_rollout_old_k1_mean"] = gap["mismatch/k1"].value
+        mask = correction.kept if params["correction"]["kind"] == "rs" else mask
+    if params.get("kl_coef"):
+        function, arguments = loss_sum(*parts_of(function), reference_kl), arguments | _kl_arguments(params, params["kl_coef"])
     logprobs = table["new_logprobs"].requires_grad_()
-    result: TokenLoss = function(LossInputs(logprobs, table.mask, table.lengths, columns), **arguments)
-    weights = table.weights(params)
-    loss = aggregate(result.loss, weights, table.mask)
+    result: TokenLoss = function(LossInputs(logprobs, mask, table.lengths, columns), **arguments)
+    weights = table.weights(params, mask)
+    loss = aggregate(result.loss, weights, mask)
     loss.backward()
     measured = result.metrics.values_by_name()
     metrics |= {theirs: measured.get(mine, 0.0) for theirs, mine in METRIC_NAMES.items()}
-    metrics |= {"kl_loss": kl_loss(table, params, weights)} if "ref_logprobs" in table.inputs else {}
+    if "ref_logprobs" in table.inputs:
+        estimate = reference_kl(LossInputs(logprobs.detach(), mask, table.lengths, columns), **_kl_arguments(params, 1.0))
+        metrics["kl_loss"] = aggregate(estimate.loss, weights, mask).item()
     per_token = result.terms.get("policy", result.loss)
     outputs |= {"loss": loss.item(), "grad_new_logprobs": table.padded(gradient(logprobs)), "measured": measured}
     return outputs | {"per_token_loss": table.padded(per_token), "metrics": metrics}
@@ -383,32 +469,23 @@ METRIC_NAMES = {
 }
 
 
-def kl_loss(table: Table, params: Params, weights: Tensor) -> float:
-    """The aggregated estimate before its coefficient, with the gradient left out."""
-    inputs = LossInputs(table["new_logprobs"], table.mask, table.lengths, table.columns())
-    return aggregate(kl_term(inputs, **_kl_arguments(params) | {"kl_coef": 1.0}).loss, weights, table.mask).item()
+def reference_kl(inputs: LossInputs, *, kl_coef: float, kl_estimator: KLEstimator, kl_gradient: KLGradient) -> TokenLoss:
+    """The formula of any estimator, also of those that do not work inside a loss and that a row of the table refuses."""
+    return kl_estimate(inputs, "kl", "ref_logprobs", kl_coef, kl_estimator, kl_gradient)
 
 
-def _kl_arguments(params: Params) -> Params:
-    if not params.get("kl_coef"):
-        return {}
-    name = params.get("kl_type", "k3")
-    weighted = "weighted" if params.get("kl_is_correction") else "direct"
-    return {"kl_coef": params["kl_coef"], "kl_estimator": KL_NAMES.get(name, name), "kl_gradient": weighted}
+def teacher_kl(inputs: LossInputs, *, kl_estimator: KLEstimator, kl_gradient: KLGradient) -> TokenLoss:
+    return kl_estimate(inputs, "distillation", "teacher_logprobs", 1.0, kl_estimator, kl_gradient)
 
 
-CLIPS = {"clip_low": "clip_low", "clip_high": "clip_high", "log_ratio_clamp": "log_ratio_clamp"}
-
-
-def _ppo(table: Table, params: Params) -> Outputs:
-    arguments = given(params, **CLIPS, dual_clip="dual_clip_c") | _kl_arguments(params)
-    return _loss(table, params, loss_sum(policy_losses.ppo_clip, kl_term), arguments)
+def _kl_arguments(params: Params, coef: float) -> Params:
+    return {"kl_coef": coef} | kl_names(params.get("kl_type") or "k3", params, "kl_")
 
 
 def _kl_cov(table: Table, params: Params) -> Outputs:
     columns = (table["new_logprobs"], table["advantages"], table.mask)
-    covariant = selection.most_covariant(*columns, **given(params, cov_frac="kl_cov_ratio"))
-    arguments = given(params, cov_kl_coef="ppo_kl_coef")
+    covariant = selection.most_covariant(*columns, **given(selection.most_covariant, params, cov_frac="kl_cov_ratio"))
+    arguments = _chosen(policy_losses.kl_cov, params, cov_kl_coef="ppo_kl_coef")
     outputs = _loss(table, params, policy_losses.kl_cov, arguments, most_covariant=covariant.double())
     outputs["metrics"]["kl_old_new_k1_mean"] = outputs["measured"]["abs_log_ratio"]  # the peer measures this one
     return outputs
@@ -416,7 +493,7 @@ def _kl_cov(table: Table, params: Params) -> Outputs:
 
 def _gmpo(table: Table, params: Params) -> Outputs:
     """The peer counts what leaves the range on either side, apart by the sign of the advantage."""
-    outputs = _policy(sequence_losses.geometric_mean, **CLIPS)(table, params)
+    outputs = _policy(sequence_losses.geometric_mean)(table, params)
     measured = outputs["measured"]
     outputs["metrics"] |= {
         "clip_fraction": measured["outside_fraction_positive"],
@@ -426,19 +503,25 @@ def _gmpo(table: Table, params: Params) -> Outputs:
 
 
 def _luspo(table: Table, params: Params) -> Outputs:
-    return _policy(sequence_losses.sequence_clip, **CLIPS)(table, {**params, "agg": "seq-mean-token-sum"})
+    agg = params.get("agg") or "seq-mean-token-sum"
+    return _policy(sequence_losses.sequence_clip)(table, {**params, "agg": agg})
 
 
 def _vapo(table: Table, params: Params) -> Outputs:
     positive = advantages.spread(table["rewards"], table.mask, table.lengths) > 0
     scale = mean_over(positive, table.weights(params))
-    arguments = given(params, **CLIPS, positive_nll_weight="positive_nll_weight")
-    return _loss(table, params, loss_sum(policy_losses.ppo_clip, positive_nll), arguments, positive_scale=scale)
+    function = loss_sum(policy_losses.ppo_clip, positive_nll)
+    arguments = _chosen(function, params, positive_nll_weight="positive_nll_weight")
+    outputs = _loss(table, params, function, arguments, positive_scale=scale)
+    if not positive.any():
+        outputs["metrics"]["positive_nll_loss"] = 0.0  # of no token; Tandem measures nothing then
+    return outputs
 
 
 def _sppo(table: Table, params: Params) -> Outputs:
     centred = table.spread(table["centered_rewards"])
-    outputs = _loss(table, params, sequence_losses.squared_preference, given(params, eta="eta"), advantages=centred)
+    function = sequence_losses.squared_preference
+    outputs = _loss(table, params, function, _chosen(function, params, eta="eta"), advantages=centred)
     difference = log_ratio(table["new_logprobs"], table["old_logprobs"], None)
     outputs["log_ratios"] = row_sum(difference, table.mask, table.lengths).tolist()
     return outputs
@@ -446,10 +529,11 @@ def _sppo(table: Table, params: Params) -> Outputs:
 
 def _value(table: Table, params: Params) -> Outputs:
     predicted = table["values"].requires_grad_()
-    result = values.value_loss(predicted, table["old_values"], table["returns"], table.mask, **given(params, value_clip="clip"))
+    how = given(values.value_loss, params, value_clip="clip", value_scale="scale", huber_delta="huber_delta")
+    result = values.value_loss(predicted, table["old_values"], table["returns"], table.mask, **how)
     loss = aggregate(result.loss, table.weights(params), table.mask)
     loss.backward()
-    fraction = result.metrics.values_by_name().get("value_clip_fraction")
+    fraction = result.metrics.values_by_name().get("value_clip_fraction", 0.0)
     return {"loss": loss.item(), "grad_values": table.padded(gradient(predicted)), "metrics": {"clip_fraction": fraction}}
 
 
@@ -458,9 +542,11 @@ def _value(table: Table, params: Params) -> Outputs:
 
 def _preference(table: Table, params: Params) -> Outputs:
     logprobs = table.raw("policy_seq_logps").requires_grad_()
-    lengths = table.raw("completion_lens") if "completion_lens" in table.inputs else None
-    names = {"preference": "loss_type", "beta": "beta", "label_smoothing": "label_smoothing"}
-    result = preferences.preference_loss(logprobs, table.raw("ref_seq_logps"), lengths, **given(params, **names))
+    kind = params.get("loss_type") or "sigmoid"  # peers read lengths and label smoothing where the kind has a use for them
+    lengths = table.raw("completion_lens") if kind == "ipo" and "completion_lens" in table.inputs else None
+    names = {"beta": "beta"} | ({"label_smoothing": "label_smoothing"} if kind in ("sigmoid", "robust") else {})
+    how = given(preferences.preference_loss, params, **names)
+    result = preferences.preference_loss(logprobs, table.raw("ref_seq_logps"), lengths, preference=kind, **how)
     result.loss.mean().backward()
     return {
         "loss": result.loss.mean().item(),
@@ -475,7 +561,8 @@ def _reward_model(table: Table, params: Params) -> Outputs:
     """The two loss types of the cases, sigmoid and logexp, are one function."""
     scores = table.raw("rewards_pair").requires_grad_()
     margin = table["margin"] if "margin" in table.inputs else None
-    result = preferences.reward_model_loss(scores, margin, **given(params, centre_coef="center_rewards_coefficient"))
+    how = given(preferences.reward_model_loss, params, centre_coef="center_rewards_coefficient")
+    result = preferences.reward_model_loss(scores, margin, **how)
     result.loss.mean().backward()
     return {
         "loss": result.loss.mean().item(),
@@ -487,7 +574,8 @@ def _reward_model(table: Table, params: Params) -> Outputs:
 def _implicit_reward(table: Table, params: Params) -> Outputs:
     implicit = table["implicit_q"].requires_grad_()
     of_row = row_sum(implicit, table.mask, table.lengths)
-    loss = preferences.implicit_reward_loss(of_row, table["acc"], **given(params, implicit_beta="beta")).mean()
+    how = given(preferences.implicit_reward_loss, params, implicit_beta="beta")
+    loss = preferences.implicit_reward_loss(of_row, table["acc"], **how).mean()
     loss.backward()
     return {"loss": loss.item(), "grad_implicit_q": table.padded(gradient(implicit))}
 
@@ -499,10 +587,14 @@ def _implicit_accuracy(table: Table, params: Params) -> Outputs:
     return {"metrics": {"dpo_accuracy": pairs.item(), "dpo_abs_accuracy": absolute.item()}}
 
 
-def _on_logits(table: Table, losses_of: Callable[[Tensor], Tensor]) -> Outputs:
+def _on_logits(table: Table, params: Params, losses_of: Callable[[Tensor], Tensor]) -> Outputs:
     logits = table.raw("student_logits").requires_grad_()
     losses = losses_of(logits.flatten(0, 1))
-    loss = aggregate(losses, table.weights({"agg": "token-mean"}), table.mask)
+    loss = aggregate(
+        losses,
+        table.weights({"agg": "token-mean"} | {name: value for name, value in params.items() if value is not None}),
+        table.mask,
+    )
     loss.backward()
     return {
         "loss": loss.item(),
@@ -515,37 +607,36 @@ def _topk(table: Table, params: Params) -> Outputs:
     teacher = table.raw("teacher_topk_logprobs").flatten(0, 1)
     ids = table.raw("teacher_topk_ids").flatten(0, 1).long()
     how = {"direction": params["kl_type"], "floor": params["kl_type"] == "forward"}
-    how |= given(params, mixed_weight="mixed_kl_weight")
-    outputs = _on_logits(table, lambda logits: topk_kl(logits, teacher, ids, **how).loss)
+    how |= given(topk_kl, params, mixed_weight="mixed_kl_weight")
+    outputs = _on_logits(table, params, lambda logits: topk_kl(logits, teacher, ids, **how).loss)
     mass = topk_kl(table.raw("student_logits").flatten(0, 1), teacher, ids, **how).student_mass
     return outputs | {"student_mass": table.padded(keep(mass, table.mask))}
 
 
 def _gkd(table: Table, params: Params) -> Outputs:
     teacher = table.raw("teacher_logits").flatten(0, 1)
-    how = given(params, jsd_beta="beta", jsd_temperature="temperature")
-    return _on_logits(table, lambda logits: generalized_jsd(logits, teacher, **how))
+    how = given(generalized_jsd, params, jsd_beta="beta", jsd_temperature="temperature")
+    return _on_logits(table, params, lambda logits: generalized_jsd(logits, teacher, **how))
 
 
 def _opd(table: Table, params: Params) -> Outputs:
     if "trust_region_low" in params:
-        arguments = given(params, trust_region_low="trust_region_low", kl_tau="kl_tau")
-        return _loss(table, params, loss_sum(reverse_kl_policy_gradient, squared_log_ratio), arguments)
-    if params["use_policy_gradient"]:
-        clamp = given(params, advantage_clamp="loss_max_clamp")
+        function = loss_sum(reverse_kl_policy_gradient, squared_log_ratio)
+        return _policy(function, trust_region_low="trust_region_low", kl_tau="kl_tau")(table, params)
+    if params.get("use_policy_gradient"):
+        clamp = given(returns.teacher_advantage, params, advantage_clamp="loss_max_clamp")
         credit = returns.teacher_advantage(table["new_logprobs"], table["teacher_logprobs"], table.mask, **clamp)
-        arguments = given(params, **CLIPS, dual_clip="dual_clip_c")
-        return _loss(table, params, policy_losses.ppo_clip, arguments, advantages=credit)
-    return _loss(table, params, distillation_term, given(params, distillation_estimator="estimator"))
+        return _loss(table, params, policy_losses.ppo_clip, _chosen(policy_losses.ppo_clip, params), advantages=credit)
+    return _loss(table, params, teacher_kl, kl_names(params.get("estimator") or "k3", params, "kl_"))
 
 
 def _ipo(table: Table, params: Params) -> Outputs:
-    arguments = given(params, clip_low="threshold", clip_high="threshold", kl_tau="kl_tau")
     fixed: Params = {"sides": "both", "surrogate": "ratio", "ratio_cap": None}
-    return _loss(table, params, loss_sum(policy_losses.dppo_tv, squared_log_ratio), fixed | arguments)
+    names = {"clip_low": "threshold", "clip_high": "threshold", "kl_tau": "kl_tau"}
+    return _policy(loss_sum(policy_losses.dppo_tv, squared_log_ratio), fixed, **names)(table, params)
 
 
-DPPO = {"clip_low": "clip_low", "clip_high": "clip_high", "ratio_cap": "dual_clip_c"}
+DPPO = {"ratio_cap": "dual_clip_c"}
 RATIO_SURROGATE: Params = {"surrogate": "ratio", "ratio_cap": None}
 
 REPLAYS: dict[str, Callable[[Table, Params], Outputs]] = {
@@ -553,12 +644,12 @@ REPLAYS: dict[str, Callable[[Table, Params], Outputs]] = {
     "kl/kl_estimator": _kl,
     "kl/kl_controller": _kl_controller,
     "kl/kpop": _binary_kl,
-    "advantage/grpo": _group_baseline,
-    "advantage/dr_grpo": _group_baseline,
-    "advantage/rloo": _episodes(advantages.group_baseline, scale="none", leave_one_out=True, singleton="reward"),
+    "advantage/grpo": _group_baseline(divides=True),
+    "advantage/dr_grpo": _group_baseline(divides=False),
+    "advantage/rloo": _episodes(advantages.group_baseline, {"scale": "none", "leave_one_out": True, "singleton": "reward"}),
     "advantage/grpo_passk": _best_of_group,
     "advantage/gpg": _episodes(advantages.nonzero_scaled_baseline),
-    "advantage/maxrl": _episodes(advantages.mean_normalized),
+    "advantage/maxrl": _episodes(advantages.mean_normalized, mean_eps="eps"),
     "advantage/opo": _episodes(advantages.length_weighted_baseline),
     "advantage/flash_reinforce": _episodes(advantages.batch_baseline),
     "advantage/gdpo": _gdpo,
@@ -567,7 +658,9 @@ REPLAYS: dict[str, Callable[[Table, Params], Outputs]] = {
     "advantage/remax": _credit(returns.greedy_baseline, ("reward_baselines",), False),
     "advantage/gae": _credit(returns.gae, ("values",), True, gamma="gamma", lam="lam"),
     "advantage/vapo": _vapo_gae,
-    "advantage/otb": _credit(returns.optimal_token_baseline, ("old_logprobs", "sum_pi_squared", "group_ids"), False),
+    "advantage/otb": _credit(
+        returns.optimal_token_baseline, ("old_logprobs", "sum_pi_squared", "group_ids"), False, baseline_eps="eps"
+    ),
     "advantage/prime": _prime,
     "advantage/opd": _opd_advantage,
     "advantage/whiten": _whiten_alone,
@@ -588,18 +681,18 @@ REPLAYS: dict[str, Callable[[Table, Params], Outputs]] = {
             for name in ("ppo", "grpo", "dr_grpo", "dapo", "tis", "seq_tis", "icepop", "kpop", "seq_mask_tis", "flash_reinforce")
         ]
         + ["policy_loss/openrlhf_seq_tv", "policy_loss/openrlhf_token_binary_kl"],
-        _ppo,
+        _policy(policy_losses.ppo_clip),
     ),
-    "policy_loss/gspo": _policy(sequence_losses.sequence_clip, **CLIPS),
+    "policy_loss/gspo": _policy(sequence_losses.sequence_clip),
     "policy_loss/luspo": _luspo,
-    "policy_loss/rloo": _policy(sequence_losses.sequence_clip, {"ratio": "product", "gradient": "sequence"}, **CLIPS),
+    "policy_loss/rloo": _policy(sequence_losses.sequence_clip, {"ratio": "product", "gradient": "sequence"}),
     "policy_loss/gmpo": _gmpo,
     "policy_loss/vespo": _policy(
         sequence_losses.variational_reinforce,
         **{name: name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
     ),
     "policy_loss/sppo": _sppo,
-    "policy_loss/cispo": _policy(policy_losses.cispo, **CLIPS),
+    "policy_loss/cispo": _policy(policy_losses.cispo),
     "policy_loss/sapo": _policy(policy_losses.sapo, tau_pos="tau_pos", tau_neg="tau_neg"),
     "policy_loss/reinforce": _policy(policy_losses.reinforce),
     "policy_loss/reinforce_tis": _policy(policy_losses.truncated_reinforce, ratio_low="low", ratio_high="high"),

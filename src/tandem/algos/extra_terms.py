@@ -38,7 +38,7 @@ def kl_term(
         return TokenLoss({}, Metrics())
     check_kl_in_loss(kl_estimator, kl_gradient)
     coef = kl_coef if kl_target is None else inputs.row("kl_coef")
-    return _estimate(inputs, "kl", "ref_logprobs", coef, kl_estimator, kl_gradient)
+    return kl_estimate(inputs, "kl", "ref_logprobs", coef, kl_estimator, kl_gradient)
 
 
 def distillation_term(
@@ -54,12 +54,13 @@ def distillation_term(
     """
     check(distillation_coef >= 0, f"distillation_coef must not be negative, got {distillation_coef}")
     check_kl_in_loss(distillation_estimator, distillation_gradient)
-    return _estimate(inputs, "distillation", "teacher_logprobs", distillation_coef, distillation_estimator, distillation_gradient)
+    return kl_estimate(inputs, "distillation", "teacher_logprobs", distillation_coef, distillation_estimator, distillation_gradient)
 
 
-def _estimate(
+def kl_estimate(
     inputs: LossInputs, name: str, column: str, coef: float | Tensor, estimator: KLEstimator, gradient: KLGradient
 ) -> TokenLoss:
+    """Adds coef times an estimate of the KL from `column`, as term `name`: the formula of any estimator and gradient."""
     old = inputs.token("old_logprobs") if gradient in ("unbiased", "weighted") else None
     kl = kl_divergence(inputs.policy_logprobs, inputs.token(column), estimator=estimator, gradient=gradient, old_logprobs_N=old)
     metric = {"kl": "kl_ref"}.get(name, f"kl_{name}")

@@ -1,0 +1,216 @@
+"""What a case asks for reaches the function: one literal value for each parameter, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.golden.replay import Outputs, replay
+
+E = math.e
+
+
+def run(name: str, params: dict[str, Any], **inputs: Any) -> Outputs:
+    kind, _, algorithm = name.partition("/")
+    return replay({"function_kind": kind, "algorithm": algorithm, "params": params, "inputs": inputs})
+
+
+def near(got: Any, want: Any) -> None:
+    wanted = torch.tensor(want, dtype=torch.float64)
+    torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), wanted, rtol=1e-6, atol=1e-7)
+
+
+def one_token(name: str, params: dict[str, Any], x: float, o: float, advantage: float, **more: Any) -> Outputs:
+    columns = {"new_logprobs": [[x]], "old_logprobs": [[o]], "advantages": [[advantage]], "mask": [[1]]}
+    return run(f"policy_loss/{name}", params, **columns | more)
+
+
+def test_the_variance_of_whitening_is_that_of_the_case() -> None:
+    got = run("advantage/whiten", {"unbiased": False}, x=[[1.0, 2.0, 4.0]], mask=[[1, 1, 1]])
+    near(got["whitened"], [[-4 / math.sqrt(14), -1 / math.sqrt(14), 5 / math.sqrt(14)]])
+
+
+@pytest.mark.parametrize(("name", "want"), [("k1", 0.5), ("kl", 0.5), ("k2", 0.75), ("mse", 0.75), ("abs", 0.5), (None, 0.5)])
+@pytest.mark.parametrize("key", ["kl_type", "kl_penalty"])
+def test_a_penalty_in_the_reward_has_its_estimator(key: str, name: str | None, want: float) -> None:
+    columns = {"rewards": [1.0], "old_logprobs": [[-1.0]], "ref_logprobs": [[-2.0]], "mask": [[1]]}
+    near(run("advantage/kl_in_reward", {"kl_coef": 0.5, key: name}, **columns)["token_rewards"], [[want]])
+
+
+PAIR = {"rewards": [1.0, 0.0], "group_ids": [4, 4], "mask": [[1], [1]]}
+ALONE = {"rewards": [3.0], "group_ids": [4], "mask": [[1]]}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "inputs", "want"),
+    [
+        ("maxrl", {"eps": 0.5}, PAIR, [[0.5], [-0.5]]),
+        ("grpo_passk", {"eps": 1.0}, PAIR, [[1 / (1 + math.sqrt(0.5))], [0.0]]),
+        ("grpo", {"eps": 0.5, "ddof": 0}, PAIR, [[0.5], [-0.5]]),
+        ("grpo", {"eps": 0.0}, PAIR, [[math.sqrt(0.5)], [-math.sqrt(0.5)]]),
+        ("grpo", {"scale_rewards": None, "eps": 0.0}, PAIR, [[math.sqrt(0.5)], [-math.sqrt(0.5)]]),
+        ("grpo", {"scale_rewards": False}, PAIR, [[0.5], [-0.5]]),
+        ("dr_grpo", {}, PAIR, [[0.5], [-0.5]]),
+        ("grpo", {}, ALONE, [[3.0]]),
+        ("grpo", {"singleton": "zero"}, ALONE, [[0.0]]),
+        ("grpo", {"scale_rewards": "batch"}, ALONE, [[0.0]]),
+        ("grpo", {"leave_one_out": True}, ALONE, [[0.0]]),
+        ("rloo", {}, ALONE, [[3.0]]),
+        ("rloo", {"singleton": "zero"}, ALONE, [[0.0]]),
+    ],
+)
+def test_estimators(name: str, params: dict[str, Any], inputs: dict[str, Any], want: list[list[float]]) -> None:
+    near(run(f"advantage/{name}", params, **inputs)["advantages"], want)
+
+
+def test_components_have_the_deviation_of_the_case() -> None:
+    columns = {"reward_components": [[1.0], [0.0]], "group_ids": [4, 4], "mask": [[1], [1]]}
+    near(run("advantage/gdpo", {"eps": 0.5, "ddof": 0, "whiten": False}, **columns)["advantages"], [[0.5], [-0.5]])
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "moved", "want"),
+    [
+        ("importance_sampling", {"log_ratio_clamp": 1.0}, 2.0, -E),
+        ("importance_sampling", {"log_ratio_clamp": None}, 25.0, -(E**25)),
+        ("sapo", {"log_ratio_clamp": 1.0}, 2.0, -4 / (1 + math.exp(1 - E))),
+        ("kl_cov", {"log_ratio_clamp": 1.0, "ppo_kl_coef": 0.0}, 2.0, -E),
+        ("topr", {"log_ratio_clamp": 1.0}, -2.0, 3 / E),
+        ("reinforce_tis", {"log_ratio_clamp": 1.0, "low": None, "high": 9.0}, 2.0, E),
+        ("dppo_tv", {"log_ratio_clamp": 1.0, "clip_high": 1.0}, 2.0, E),
+        ("dppo_kl", {"log_ratio_clamp": 1.0, "clip_high": 9.0, "dual_clip_c": 2.0}, 2.0, 2.0),
+        ("prime_rl_ipo", {"log_ratio_clamp": 1.0, "threshold": 1.0, "kl_tau": 0.0}, 2.0, -E),
+        ("gmpo", {"log_ratio_clamp": 1.0, "clip_high": 9.0}, 2.0, -E),
+        ("ppo", {"log_ratio_clamp": 1.0, "clip_high": 9.0}, 2.0, -E),
+    ],
+)
+def test_a_clamp_reaches_every_loss(name: str, params: dict[str, Any], moved: float, want: float) -> None:
+    x = -3.0 if moved < 0 else -1.0
+    near(one_token(name, params, x, x - moved, 1.0, rewards=[-1.0])["loss"], want)
+
+
+def test_bounds_of_a_ratio() -> None:
+    doubled = (math.log(0.5), math.log(0.25), -1.0)
+    near(one_token("ppo", {"dual_clip_c": 1.5}, *doubled)["loss"], 1.5)
+    near(one_token("dapo", {"delta": 1.75}, *doubled)["loss"], 1.75)
+    got = one_token("vapo", {"dual_clip_c": 1.5, "positive_nll_weight": 0.1}, *doubled, rewards=[0.0])
+    near([got["loss"], got["metrics"]["positive_nll_loss"]], [1.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("params", "value", "slope"),
+    [
+        ({"kl_type": "k1"}, 1.0, 1.0),
+        ({"kl_type": "abs"}, 1.0, 1.0),
+        ({"kl_type": "mse"}, 0.5, 1.0),
+        ({}, 1 / E, 1 - 1 / E),
+        ({"kl_type": "k3+"}, 1 / E, 1.0),
+        ({"kl_type": "k1+"}, 1.0, 1.0),
+        ({"unbiased_gradient": True}, 1 / E, 1.0),
+        ({"kl_is_correction": True}, 1 / E, 1.0),
+    ],
+)
+@pytest.mark.parametrize("name", ["grpo", "cispo", "gspo", "sapo", "vapo", "reinforce"])
+def test_a_pull_to_the_reference_joins_every_loss(name: str, params: dict[str, Any], value: float, slope: float) -> None:
+    got = one_token(name, {"kl_coef": 0.1, **params}, -1.0, -1.0, 0.0, ref_logprobs=[[-2.0]], rewards=[0.0])
+    near([got["loss"], got["metrics"]["kl_loss"], got["grad_new_logprobs"][0][0]], [0.1 * value, value, 0.1 * slope])
+
+
+@pytest.mark.parametrize(("estimator", "want"), [("k1", 1.0), ("abs", 1.0), ("k2", 0.5), ("k3", 1 / E)])
+def test_distillation_as_a_loss_takes_any_estimator(estimator: str, want: float) -> None:
+    columns = {"new_logprobs": [[-1.0]], "old_logprobs": [[-1.0]], "teacher_logprobs": [[-2.0]], "mask": [[1]]}
+    near(run("distillation/opd", {"estimator": estimator, "use_policy_gradient": False}, **columns)["loss"], want)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3+", "k1+", "abs"])
+@pytest.mark.parametrize("garbage", [-math.inf, math.nan])
+def test_what_is_masked_has_no_gradient(estimator: str, garbage: float) -> None:
+    columns = {"new_logprobs": [[-1.0, garbage]], "ref_logprobs": [[-2.0, -1.0]], "mask": [[1, 0]]}
+    got = run("kl/kl_estimator", {"estimator": estimator}, **columns)
+    near(got["grad_new_logprobs"], [[1.0, 0.0]])
+
+
+TWO = {
+    "new_logprobs": [[-1.0, -1.0]],
+    "old_logprobs": [[-1.0, -1.0]],
+    "rollout_logprobs": [[-1.0, -1.0 - math.log(3)]],
+    "advantages": [[1.0, 3.0]],
+    "mask": [[1, 1]],
+}
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        {"threshold": 2},
+        {"threshold": "2.0"},
+        {"threshold": [0.5, 2.0], "mode": ["token_k1"]},
+        {"threshold": [2.0, 0.1], "mode": ["token_k1", "token_k3"]},
+        {"threshold": None, "mode": None},
+    ],
+)
+def test_rejected_tokens_leave_the_denominator(test: dict[str, Any]) -> None:
+    got = run("policy_loss/ppo", {"agg": "token-mean", "correction": {"kind": "rs", **test}}, **TWO)
+    near([got["loss"], got["metrics"]["filter_fraction"]], [-1.0, 0.5])
+    near(got["grad_new_logprobs"], [[-1.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("correction", "want"),
+    [
+        (None, -2.0),
+        ({"kind": "token_icepop", "low": 0.5, "high": 2.0}, -0.5),
+        ({"kind": "token_icepop", "low": None, "high": None}, -5.0),
+        ({"kind": "token_tis", "low": None, "high": 2.0}, -3.5),
+        ({"kind": "token_tis", "low": None, "high": 2.0, "batch_normalize": True}, -3.5 / 1.5),
+        ({"kind": "token_tis", "low": None, "high": None}, -5.0),
+        ({"kind": "seq_tis", "low": None, "high": None}, -6.0),
+        ({"kind": "kpop", "low": None, "high": 9.0}, -5.0),
+        ({"kind": "seq_mask_tis", "low": None, "high": None}, -5.0),
+        ({"kind": "m2po", "m2_threshold": 0.04}, -0.5),
+    ],
+)
+def test_corrections_inside_a_loss(correction: dict[str, Any] | None, want: float) -> None:
+    near(run("policy_loss/ppo", {"agg": "token-mean", "correction": correction}, **TWO)["loss"], want)
+
+
+@pytest.mark.parametrize(
+    ("params", "want"),
+    [({"clip": None, "scale": 1.0}, 9.0), ({"clip": None}, 4.5), ({"clip": None, "scale": 1.0, "huber_delta": 1.0}, 5.0)],
+)
+def test_the_scale_of_a_critics_loss(params: dict[str, Any], want: float) -> None:
+    columns = {"values": [[3.0]], "old_values": [[3.0]], "returns": [[0.0]], "mask": [[1]]}
+    got = run("value_loss/ppo", params, **columns)
+    near([got["loss"], got["metrics"]["clip_fraction"]], [want, 0.0])
+
+
+@pytest.mark.parametrize(("kind", "want"), [("hinge", 0.5), ("sppo_hard", 1.0), ("sigmoid", math.log(1 + math.exp(-0.5)))])
+def test_pairs_ignore_what_their_kind_does_not_read(kind: str, want: float) -> None:
+    smoothing = None if kind == "sigmoid" else 0.1
+    columns = {"policy_seq_logps": [[1.0, 0.0]], "ref_seq_logps": [[0.0, 0.0]], "completion_lens": [[2, 3]]}
+    got = run("dpo/dpo", {"loss_type": kind, "beta": 0.5, "label_smoothing": smoothing}, **columns)
+    near(got["loss"], want)
+
+
+def test_null_is_off() -> None:
+    got = run("reward_model_loss/reward_model", {"center_rewards_coefficient": None}, rewards_pair=[[1.0, 1.0]])
+    near(got["loss"], math.log(2))
+    weights = run("reweight/pf_ppo", {"method": "max_min", "weight_pow": None}, token_scores=[[1.0], [2.0]], mask=[[1], [1]])
+    near(weights["resample_probabilities"], [0.5, 0.5])
+    assert run("kl/kl_controller", {"init": 0.2, "target": None, "kl_sequence": [1.0, 9.0]})["coef_history"] == [0.2, 0.2]
+    columns = {"token_rewards": [[0.0, 1.0]], "mask": [[1, 1]]}
+    near(run("advantage/reinforce_pp", {"gamma": None, "whiten": False}, **columns)["returns"], [[1.0, 1.0]])
+
+
+def test_distillation_is_aggregated_as_the_case_says() -> None:
+    logits = {"student_logits": [[[0.0, 0.0]] * 2], "teacher_logits": [[[100.0, 0.0]] * 2], "mask": [[1, 1]]}
+    near(run("distillation/gkd", {"beta": 0.0}, **logits)["loss"], math.log(2))
+    near(run("distillation/gkd", {"beta": 0.0, "agg": "seq-mean-token-sum"}, **logits)["loss"], 2 * math.log(2))
+
+
+def test_the_lengths_of_responses_weigh_where_the_case_says() -> None:
+    got = run("policy_loss/luspo", {}, **TWO)
+    near([got["loss"], run("policy_loss/luspo", {"agg": "token-mean"}, **TWO)["loss"]], [-4.0, -2.0])
