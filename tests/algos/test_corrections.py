@@ -378,7 +378,7 @@ def test_combine_keeps_what_all_keep_and_weighs_once() -> None:
     ],
 )
 def test_bounds_of_tokens_that_make_no_sense(name: str, params: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"bounds must|positive"):
+    with pytest.raises(ValueError, match=r"low must|positive"):
         of_tokens(name, **params)
 
 
@@ -392,7 +392,7 @@ def test_bounds_of_tokens_that_make_no_sense(name: str, params: dict[str, float]
     ],
 )
 def test_bounds_of_rows_that_make_no_sense(name: str, params: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"bounds must|positive"):
+    with pytest.raises(ValueError, match=r"low must|positive"):
         of_rows(name, **params)
 
 

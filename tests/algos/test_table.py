@@ -101,6 +101,72 @@ def test_nonsense_is_refused_with_the_reason(name: str, params: dict[str, object
         configure(name, params)  # type: ignore[arg-type]
 
 
+INF, NAN = float("inf"), float("nan")
+THRESHOLDS = ("0", "-1", "nan", "inf", "abc", "", "0.5_", "_2", "1_2_3", "2_0.5")
+REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
+    *(
+        (name, "log_ratio_clamp", (-1.0, 0.0, NAN, INF))
+        for name in ("grpo", "gmpo", "gspo", "kl_cov", "clip_cov", "sapo", "cispo", "importance_sampling", "dppo_tv", "dppo_kl")
+    ),
+    *((name, "log_ratio_clamp", (-1.0, 0.0)) for name in ("reinforce_tis", "topr", "prime_rl")),
+    ("grpo", "ddof", (True, False, 2, 1.0)),
+    ("grpo", "resampling_pow", (-1.0, 0.0, NAN, INF)),
+    ("ppo", "reward_kl_coef", (-0.1, NAN, INF)),
+    ("mopd", "distillation_coef", (-0.1, NAN, INF)),
+    ("opd", "advantage_clamp", (-1.0, 0.0, NAN, INF)),
+    ("maxrl", "mean_eps", (-1e-6, NAN, INF)),
+    ("passk", "std_eps", (-1e-6, NAN, INF)),
+    ("gdpo", "std_eps", (-1e-6, NAN)),
+    ("gdpo", "reward_weights", ([], [NAN], [INF], [NAN, 1.0])),
+    ("otb", "baseline_eps", (-1e-8, NAN, INF)),
+    ("reinforce_pp", "whiten_eps", (-1e-8, NAN, INF)),
+    ("prime", "process_coef", (-1.0, NAN, INF)),
+    ("prime", "outcome_coef", (-1.0, NAN, INF)),
+    ("prime", "implicit_beta", (-1.0, 0.0, NAN, INF)),
+    ("implicit_prm", "implicit_beta", (-1.0, 0.0, NAN, INF)),
+    ("sppo", "soft_mean_beta", (-1.0, 0.0, NAN, INF)),
+    ("value", "value_scale", (-0.5, 0.0, NAN, INF)),
+    ("value", "huber_delta", (-1.0, 0.0, NAN, INF)),
+    ("grpo", "kl_estimator", ("k1", "abs")),
+    *((name, "kl_coef", (NAN, INF)) for name in ("grpo", "gspo")),
+]
+REFUSED_IN_CORRECTIONS: list[tuple[str, str, tuple[object, ...]]] = [
+    *(
+        (name, "log_ratio_clamp", (-1.0, 0.0, NAN, INF))
+        for name in ("token_tis", "icepop", "kpop", "token_trust_region", "sequence_mask", "seq_mask_tis", "sequence_trust_region")
+    ),
+    *((name, "high", (-1.0, 0.0, NAN, INF)) for name in ("token_tis", "seq_tis", "icepop", "kpop", "sequence_trust_region")),
+    ("icepop", "low", (None, -1.0, 9.0, NAN)),
+    ("kpop", "probability_floor", (-0.1, 0.0, 0.5, 1.0, NAN)),
+    ("m2po", "m2_threshold", (0.0, NAN)),
+    ("off_policy_sequence_mask", "delta", (NAN, INF)),
+    ("rejection_sampling", "mode", ("token_k4", "seq_max_k1", "")),
+    ("rejection_sampling", "threshold", THRESHOLDS),
+]
+
+
+@pytest.mark.parametrize(("row", "parameter", "value"), [(row, name, each) for row, name, values in REFUSED for each in values])
+def test_a_parameter_out_of_range_is_refused_by_its_name(row: str, parameter: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"\b{parameter}\b"):
+        configure(row, {parameter: value})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("correction", "parameter", "value"), [(one, name, each) for one, name, values in REFUSED_IN_CORRECTIONS for each in values]
+)
+def test_so_is_one_of_a_correction_by_its_whole_name(correction: str, parameter: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"correction\.{correction}\.{parameter}\b"):
+        configure("grpo", {"correction": {correction: {parameter: value}}})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("threshold", [*THRESHOLDS[1:], "0.5_2.0"])
+def test_a_threshold_of_a_divergence_is_one_number(estimator: str, threshold: str) -> None:
+    mode = f"seq_mean_{estimator}"
+    with pytest.raises(ConfigError, match=rf"correction\.rejection_sampling\.threshold='{threshold}' of mode {mode}"):
+        configure("grpo", {"correction": {"rejection_sampling": {"mode": mode, "threshold": threshold}}})
+
+
 def test_unknown_names_list_what_there_is() -> None:
     with pytest.raises(RegistryError, match="did you mean 'grpo'"):
         configure("gprpo")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.algos.checks import checked, keep, num_counted
+from tandem.algos.ratios import check
 from tandem.algos.segments import Groups, on_tokens
 
 
@@ -53,8 +54,7 @@ def group_baseline(
     """
     if leave_one_out and scale == "batch":
         raise ValueError("leave_one_out describes the group's statistics and scale=batch does not use its deviation; choose one")
-    if not std_eps >= 0:
-        raise ValueError(f"std_eps must not be negative, got {std_eps}")
+    check(std_eps >= 0, f"std_eps must not be negative, got {std_eps}")
     rewards, groups = rewards_B.double(), Groups(groups_B)
     shifted = rewards - groups.lowest(rewards)
     centred = shifted - groups.mean(shifted)
@@ -135,6 +135,7 @@ def mean_normalized(rewards_B: Tensor, groups_B: Tensor, *, mean_eps: float = 1e
 
     A group whose mean is not positive has never succeeded and gets 0; so does a group of one.
     """
+    check(mean_eps >= 0, f"mean_eps must not be negative, got {mean_eps}")
     rewards, groups = rewards_B.double(), Groups(groups_B)
     shifted = rewards - groups.lowest(rewards)
     mean = groups.mean(rewards)
@@ -150,6 +151,7 @@ def best_of_group(
 
     std_g has ddof 1 and does not divide with scale "none". With equal bests, the first of them has R_max - R_second = 0.
     """
+    check(std_eps >= 0, f"std_eps must not be negative, got {std_eps}")
     rewards, groups = rewards_B.double(), Groups(groups_B)
     shifted = rewards - groups.lowest(rewards)
     is_best = shifted == groups.highest(shifted)
@@ -175,7 +177,7 @@ def decoupled_normalization(
 
     reward_components_BK: [B, K]. reward_weights: one a component; None is 1 each. Returns float32 [B].
     """
-    weights = reward_weights or [1.0] * reward_components_BK.shape[1]
+    weights = [1.0] * reward_components_BK.shape[1] if reward_weights is None else reward_weights
     if len(weights) != reward_components_BK.shape[1]:
         raise ValueError(f"reward_weights has {len(weights)} entries for {reward_components_BK.shape[1]} reward components")
     total = torch.zeros(len(groups_B), dtype=torch.float64)

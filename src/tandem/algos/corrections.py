@@ -10,6 +10,7 @@ Legend: B rows, N packed tokens; o old_logprobs, b rollout_logprobs, l = o - b, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -128,6 +129,7 @@ def kpop(
 ) -> Correction:
     """Keep KL_B(p, q) <= high and KL_B(q, p) <= high, weigh by rho (KPop, ringtech.notion.site/kpop)."""
     _check_divergence(high)
+    check(0 < probability_floor < 0.5, f"probability_floor must be between 0 and 0.5, got {probability_floor}")
     forward = binary_kl(old_logprobs_N, rollout_logprobs_N, probability_floor)
     backward = binary_kl(rollout_logprobs_N, old_logprobs_N, probability_floor)
     ratio = log_ratio(old_logprobs_N, rollout_logprobs_N, log_ratio_clamp).exp()
@@ -191,7 +193,7 @@ def sequence_mask(
     _check_bounds(low, high)
     check(not (ratio == "outlier" and weight == "row"), "weight=row needs a ratio of the row, which ratio=outlier has not")
     plain = log_ratio(old_logprobs_N, rollout_logprobs_N, None)
-    token = (plain if log_ratio_clamp is None else plain.clamp(-log_ratio_clamp, log_ratio_clamp)).exp()
+    token = log_ratio(old_logprobs_N, rollout_logprobs_N, log_ratio_clamp).exp()
     if ratio == "outlier":
         outside = (token > high) | (token < (low or 0.0))
         return _of_rows(mask_N, lengths_B, row_max(outside.float(), mask_N, lengths_B) == 0, token, weight == "token")
@@ -253,6 +255,7 @@ def off_policy_sequence_mask(
     delta: float = 1e-4,
 ) -> Correction:
     """Drop tokens with A < 0 in rows with mean_t(b - o) > delta: failures the policy has moved away from (OPSM, DeepSeek-V3.2)."""
+    check(math.isfinite(delta), f"delta must be finite, got {delta}")
     away_B = row_mean(-log_ratio(old_logprobs_N, rollout_logprobs_N, None), mask_N, lengths_B)
     dropped = on_tokens(away_B > delta, lengths_B) & (advantages_N < 0)
     dropped_B = row_max(dropped.float(), mask_N, lengths_B) > 0
@@ -297,21 +300,35 @@ def rejection_sampling(
 
 def _passes(test: str, bound: str, old_N: Tensor, rollout_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     scope, _, estimator = test.rpartition("_")
-    check(scope in ("token", "seq_sum", "seq_mean", "seq_max") and estimator in ("k1", "k2", "k3"), f"unknown test {test!r}")
-    check(test != "seq_max_k1", "seq_max_k1 has no meaning: k1 has both signs")
+    check(scope in ("token", "seq_sum", "seq_mean", "seq_max") and estimator in ("k1", "k2", "k3"), f"mode={test!r}: unknown test")
+    check(test != "seq_max_k1", "mode=seq_max_k1 has no meaning: k1 has both signs")
     difference = log_ratio(old_N, rollout_N, LOG_RATIO_CLAMP)
     value = {"k1": -difference, "k2": difference**2 / 2, "k3": difference.exp() - 1 - difference}[estimator]
     if scope != "token":
         reduce = {"seq_sum": row_sum, "seq_mean": row_mean, "seq_max": row_max}[scope]
         value = on_tokens(reduce(value, mask_N, lengths_B), lengths_B)
-    lower, _, upper = bound.rpartition("_")
+    bounds = _bounds(bound)
     if estimator != "k1":
-        check(not lower, f"{test} is a divergence: it has an upper bound only, got threshold {bound!r}")
-        return value <= float(upper)
-    high = float(upper)
-    low = float(lower) if lower else 1 / high
-    check(0 < low <= high, f"{test} needs 0 < low <= high, got threshold {bound!r}")
+        check(
+            len(bounds) == 1,
+            f"threshold={bound!r} of mode {test}: a divergence has an upper bound only, one number that is not negative",
+        )
+        return value <= bounds[0]
+    high = bounds[-1] if bounds else 0.0
+    low = bounds[0] if len(bounds) == 2 else 1 / high if high else 0.0
+    check(
+        0 < low <= high, f"threshold={bound!r} of mode {test}: two numbers with 0 < low <= high are needed, as in '0.5_2.0', or one"
+    )
     return (value >= torch.tensor(low, dtype=torch.float64).log()) & (value <= torch.tensor(high, dtype=torch.float64).log())
+
+
+def _bounds(threshold: str) -> tuple[float, ...]:
+    """The one or two numbers of "high" or "low_high"; nothing if it is something else."""
+    try:
+        found = tuple(map(float, threshold.split("_")))
+    except ValueError:
+        return ()
+    return found if len(found) <= 2 and all(0 <= each < math.inf for each in found) else ()
 
 
 # ------------------------------------------------------------------------------------------------- together
@@ -364,8 +381,9 @@ def _of_rows(mask_N: Tensor, lengths_B: Tensor, inside_B: Tensor, ratio_N: Tenso
 
 
 def _check_bounds(low: float | None, high: float) -> None:
-    check(high > 0 and (low is None or 0 <= low <= high), f"bounds must satisfy 0 <= low <= high, got low={low} and high={high}")
+    check(high > 0, f"high must be positive, got {high}")
+    check(low is None or 0 <= low <= high, f"low must satisfy 0 <= low <= high={high}, got {low}")
 
 
 def _check_divergence(high: float) -> None:
-    check(high > 0, f"a divergence gate needs a positive upper bound, got high={high}")
+    check(high > 0, f"high bounds a divergence and must be positive, got {high}")

@@ -34,9 +34,9 @@ def kl_term(
     """
     check(kl_coef >= 0, f"kl_coef must not be negative, got {kl_coef}: it would push the policy away from the reference")
     check_kl_target(kl_coef, kl_target, kl_horizon)
+    check_kl_in_loss(kl_estimator, kl_gradient)
     if not kl_coef:
         return TokenLoss({}, Metrics())
-    check_kl_in_loss(kl_estimator, kl_gradient)
     coef = kl_coef if kl_target is None else inputs.row("kl_coef")
     return kl_estimate(inputs, "kl", "ref_logprobs", coef, kl_estimator, kl_gradient)
 

@@ -250,8 +250,8 @@ NOTES: dict[str, Note] = {
         {"slime": "distillation_coef=1.0", "ROLL": "distillation_coef=1.0"},
     ),
     "value": Note(
-        "A critic's regression on returns, clipped around what it said before the update.",
-        "The objective of critic, beside ppo and vapo; not for a policy.",
+        "The objective of a critic, not of a policy: regression on returns, clipped around what it said before the update.",
+        "A policy uses ppo or vapo, whose critic it trains; critic.* are its parameters.",
         {
             "verl": "the defaults",
             "OpenRLHF": "the defaults",
@@ -261,8 +261,8 @@ NOTES: dict[str, Note] = {
         },
     ),
     "implicit_prm": Note(
-        "A process reward model that learns from outcomes alone.",
-        "The objective of process_model, beside prime; not for a policy.",
+        "The objective of a process model, not of a policy: it learns from outcomes alone.",
+        "A policy uses prime, whose process_model it trains; process_model.* are its parameters.",
         {"verl-recipe": "the defaults (beta_train is implicit_beta)"},
     ),
     "sft": Note("Maximum likelihood of demonstrations.", "Before RL, or instead of it."),

@@ -45,7 +45,7 @@ def ppo_clip(
         ValueError: a parameter out of range.
         ColumnError: a column that the batch lacks.
     """
-    check_clip(clip_low, clip_high, log_ratio_clamp)
+    check_clip(clip_low, clip_high)
     check(dual_clip is None or dual_clip > 1, f"dual_clip must be above 1 (None is off), got {dual_clip}")
     check(ratio_cap is None or ratio_cap > 1 + clip_high, f"ratio_cap must be above 1 + clip_high, got {ratio_cap}")
     advantages = inputs.token("advantages")
@@ -104,7 +104,7 @@ def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0, 
 
     clip_low 1 is no lower bound. The defaults are ScaleRL's (2510.13786).
     """
-    check_clip(clip_low, clip_high, log_ratio_clamp)
+    check_clip(clip_low, clip_high)
     x = inputs.policy_logprobs
     difference = log_ratio(x.detach(), inputs.token("old_logprobs"), log_ratio_clamp)
     ratio = difference.exp()
@@ -218,7 +218,7 @@ def clip_cov(
 
     Reads the token column random_covariant (bool), which selection.py draws from the whole batch.
     """
-    check_clip(clip_low, clip_high, log_ratio_clamp)
+    check_clip(clip_low, clip_high)
     difference = log_ratio(inputs.policy_logprobs, inputs.token("old_logprobs"), log_ratio_clamp)
     ratio = difference.exp()
     loss, clipped = clipped_surrogate(ratio, inputs.token("advantages"), clip_low, clip_high)

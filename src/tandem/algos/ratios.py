@@ -5,6 +5,7 @@ Legend: N packed tokens; x logprobs, o old_logprobs, A advantages, r = exp(x - o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -19,7 +20,11 @@ CORRECTION = "correction"
 
 
 def log_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, clamp: float | None) -> Tensor:
-    """The log-ratio x - o, [N], clamped to +-clamp with no gradient beyond; None does not clamp."""
+    """The log-ratio x - o, [N], clamped to +-clamp with no gradient beyond; None does not clamp.
+
+    clamp: what a function calls log_ratio_clamp. Raises ValueError unless it is positive and finite, or None.
+    """
+    check(clamp is None or 0 < clamp < math.inf, f"log_ratio_clamp must be positive and finite (None does not clamp), got {clamp}")
     difference = logprobs_N - old_logprobs_N
     return difference if clamp is None else clamped(difference, -clamp, clamp)
 
@@ -44,11 +49,10 @@ def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, cl
     return torch.where(is_clipped, clipped, unclipped), is_clipped
 
 
-def check_clip(clip_low: float, clip_high: float, log_ratio_clamp: float | None = None) -> None:
-    """Raises ValueError for a clip range or a clamp that makes no sense."""
+def check_clip(clip_low: float, clip_high: float) -> None:
+    """Raises ValueError for a clip range that makes no sense."""
     check(0 <= clip_low <= 1, f"clip_low must be in [0, 1], got {clip_low}")
     check(clip_high >= 0, f"clip_high must not be negative, got {clip_high}")
-    check(log_ratio_clamp is None or log_ratio_clamp > 0, f"log_ratio_clamp must be positive (None is off), got {log_ratio_clamp}")
 
 
 def check(good: bool, complaint: str) -> None:

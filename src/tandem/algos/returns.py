@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tandem.algos.checks import checked, keep, num_counted
 from tandem.algos.kl import KLEstimator, check_kl_target, kl_divergence
+from tandem.algos.ratios import check
 from tandem.algos.segments import CountedTokens, Groups, on_tokens, row_max, row_mean, row_of_token
 
 
@@ -45,6 +46,7 @@ def token_rewards(
     KL in the reward (InstructGPT, arXiv 2203.02155): the penalty is earned token by token. reward_kl_target,
     reward_kl_horizon: of an adaptive coefficient, as for `extra_terms.kl_term`, which is that of each row then.
     """
+    check(reward_kl_coef >= 0, f"reward_kl_coef must not be negative, got {reward_kl_coef}: it would pay for leaving the reference")
     check_kl_target(reward_kl_coef, reward_kl_target, reward_kl_horizon)
     rewards_N = keep(on_tokens(rewards_B, lengths_B), CountedTokens(mask_N, lengths_B).last())
     if not reward_kl_coef:
@@ -152,6 +154,7 @@ def _gae(rewards_N: Tensor, values_N: Tensor, counted: CountedTokens, gamma: flo
 @checked
 def process_rewards(prm_logprobs_N: Tensor, ref_logprobs_N: Tensor, mask_N: Tensor, *, implicit_beta: float = 0.05) -> Tensor:
     """implicit_beta (prm - ref) on each counted token: what an implicit process reward model pays (arXiv 2412.01981)."""
+    check(implicit_beta > 0, f"implicit_beta must be positive, got {implicit_beta}")
     return implicit_beta * (prm_logprobs_N - ref_logprobs_N)
 
 
@@ -177,6 +180,8 @@ def process_and_outcome(
     mu_i = mean_s r, b_g = sum_(j in g) mu_j / (n - 1), v_t = coef (r_t n / (n - 1) - b_g) where s; A_t = G_t = sum_(k >= t) v_k.
     `whiten` follows. A row without companions has no baseline and gets 0.
     """
+    check(process_coef >= 0, f"process_coef must not be negative, got {process_coef}")
+    check(outcome_coef >= 0, f"outcome_coef must not be negative, got {outcome_coef}")
     counted, groups = CountedTokens(mask_N, lengths_B), Groups(groups_B)
     has_tokens = counted.counts > 0
     num_B = groups.sum(has_tokens.double())
@@ -218,6 +223,7 @@ def optimal_token_baseline(
 
     sum_pi_squared_N: [N], sum over the vocabulary of the policy's squared probabilities at each token.
     """
+    check(baseline_eps >= 0, f"baseline_eps must not be negative, got {baseline_eps}")
     counted = CountedTokens(mask_N, lengths_B)
     returns_M = counted.discounted_sums(counted.of(token_rewards_N), 1.0)
     step_M = counted.of(1 - 2 * old_logprobs_N.exp() + sum_pi_squared_N)
@@ -242,6 +248,7 @@ def reverse_kl(
     advantages_N: Tensor, old_logprobs_N: Tensor, teacher_logprobs_N: Tensor, mask_N: Tensor, *, distillation_coef: float = 1.0
 ) -> Tensor:
     """A_t - distillation_coef (old_t - teacher_t): distillation on top of a reward (MOPD, arXiv 2601.02780)."""
+    check(distillation_coef >= 0, f"distillation_coef must not be negative, got {distillation_coef}")
     return advantages_N - distillation_coef * (old_logprobs_N - teacher_logprobs_N)
 
 
@@ -253,6 +260,7 @@ def teacher_advantage(
 
     advantage_clamp: bounds it on either side; None is off.
     """
+    check(advantage_clamp is None or advantage_clamp > 0, f"advantage_clamp must be positive (None is off), got {advantage_clamp}")
     advantages = (teacher_logprobs_N - old_logprobs_N).detach()
     return advantages if advantage_clamp is None else advantages.clamp(-advantage_clamp, advantage_clamp)
 
@@ -266,6 +274,7 @@ def whiten(
     whiten_ddof: the variance's denominator is the count less this. whiten_std: False subtracts the mean only.
     Sums are in float64. Equal values give 0; a single token has no variance and gives 0 too.
     """
+    check(whiten_eps >= 0, f"whiten_eps must not be negative, got {whiten_eps}")
     num = num_counted(mask_N)
     if not num:
         return advantages_N

@@ -40,7 +40,7 @@ def sequence_clip(
     differentiates s_i, which ends nowhere, so that every token gets the row's mean of A.
     Aggregated by seq-mean-token-sum it is LUSPO (TRL): long responses count for their length.
     """
-    check_clip(clip_low, clip_high, log_ratio_clamp)
+    check_clip(clip_low, clip_high)
     x = inputs.policy_logprobs
     difference = log_ratio(x.detach() if gradient == "token" else x, inputs.token("old_logprobs"), log_ratio_clamp)
     reduce = row_mean if ratio == "geometric" else row_sum

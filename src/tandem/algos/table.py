@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args, get_origin
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -29,15 +31,15 @@ from tandem.algos.columns import (
     derive,
     derived_columns,
     loss_ref,
-    resampling,
     step_columns,
     step_gives,
 )
 from tandem.algos.composition import parameters_of, parts_of, types_of
+from tandem.algos.corrections import Gates
 from tandem.algos.functions import DERIVED, advantage_functions, correction_function, derived_function, keep_function, loss_function
 from tandem.algos.ratios import CORRECTION
 from tandem.algos.rows import EVERY_UPDATE, ROWS
-from tandem.algos.shaping import Resampling
+from tandem.algos.shaping import Resampling, resampling_weights
 from tandem.algos.terms import LossInputs, scope_of
 from tandem.errors import ColumnError, ConfigError
 from tandem.registry import resolve
@@ -69,8 +71,8 @@ def configure(name: str, params: Mapping[str, Json] | None = None) -> Algorithm:
     None, the name of a correction, or a mapping of names to their parameters.
 
     Raises:
-        ConfigError: all unknown names and wrong types at once; or values that a function of the row refuses, found by
-            running each function on two rows of one token; or functions that make no sense together.
+        ConfigError: all unknown names, wrong types and numbers that are not finite at once; or values that a function of
+            the row refuses, found by running each function on two rows of one token; or functions that make no sense together.
         RegistryError: no such row or function.
     """
     found = ALGORITHMS.get(name) or resolve(name, dict.fromkeys(ALGORITHMS, ""), kind="algorithm")
@@ -99,7 +101,8 @@ def configure(name: str, params: Mapping[str, Json] | None = None) -> Algorithm:
     return algorithm
 
 
-def _misfits(owner: str, given: Mapping[str, Json], types: Mapping[str, Any]) -> list[str]:
+def _misfits(owner: str, given: Mapping[str, Json], types: Mapping[str, Any], inside: str = "") -> list[str]:
+    """inside: what stands before a parameter's name where it is one of a part, as in "correction.icepop."."""
     problems: list[str] = []
     for parameter, value in given.items():
         if parameter not in types:
@@ -107,11 +110,24 @@ def _misfits(owner: str, given: Mapping[str, Json], types: Mapping[str, Any]) ->
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(types)) or 'none'}"
             problems.append(f"{owner} has no parameter {parameter!r}; {hint}")
             continue
-        try:
-            TypeAdapter(types[parameter]).validate_python(value, strict=True)
-        except ValidationError as error:
-            problems.append(f"algorithm parameter {parameter}={value!r}: {error.errors()[0]['msg']}")
+        if problem := _misfit(value, types[parameter]):
+            problems.append(f"algorithm parameter {inside}{parameter}={value!r}: {problem}")
     return problems
+
+
+def _misfit(value: Json, annotation: Any) -> str | None:
+    """What is wrong with a value for a parameter of this type."""
+    try:
+        TypeAdapter(annotation).validate_python(value, strict=True)
+    except ValidationError as error:
+        return error.errors()[0]["msg"]
+    choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+    if choices and not any(value == each and type(value) is type(each) for each in choices):  # True equals 1
+        return f"Input should be {' or '.join(map(repr, choices))}"
+    numbers = value if isinstance(value, list) else [value]
+    if any(isinstance(each, float) and not math.isfinite(each) for each in numbers):
+        return "it must be finite"
+    return None
 
 
 def _correction_misfits(row: Algorithm, params: Mapping[str, Json]) -> list[str]:
@@ -125,7 +141,7 @@ def _correction_misfits(row: Algorithm, params: Mapping[str, Json]) -> list[str]
         if "low" in given and "low" not in types and "high" in types:
             problems.append(f"correction {name} is a bound on a divergence, which is never too small: it has high and no low")
             given = {parameter: value for parameter, value in given.items() if parameter != "low"}
-        problems += _misfits(f"correction {name}", given, types)
+        problems += _misfits(f"correction {name}", given, types, inside=f"correction.{name}.")
     return problems
 
 
@@ -225,24 +241,35 @@ def _rehearse_credit(algorithm: Algorithm) -> None:
     width = len(cast("list[float]", algorithm.params.get("reward_weights") or [1.0]))
     episodes = {**rows, "token_counts": torch.ones(2), "reward_components": torch.zeros(2, width)}
     credit(algorithm, rows, episodes, torch.arange(2))
+    gates = _gates(algorithm, rows)
     for column in derived_columns(algorithm):
         derive(algorithm, column, rows)
-    if algorithm.params["resampling"]:
-        resampling(algorithm, torch.zeros(2), torch.zeros(2))
+    resampling_weights(torch.zeros(2), weight_pow=cast("float", algorithm.params["resampling_pow"]))
     if not algorithm.params["correction"]:
         if algorithm.params["denominator"] == "kept":
             raise ValueError("denominator=kept counts what a correction keeps, and there is no correction: set one or leave it out")
         return
     if algorithm.params["bypass"]:
         raise ValueError("bypass=true makes old_logprobs the sampler's own, so a correction has nothing to correct: leave one out")
-    gates = {function: function(*bound(function, rows), **params).gates for function, params in corrections_of(algorithm)}
     whole = [part for part in parts_of(loss_function(algorithm.loss)) if scope_of(part) == "row"]
-    for function, gate in gates.items():
+    for name, gate in gates.items():
         if gate == "token" and whole:
             raise ValueError(
-                f"correction {function.__name__} drops single tokens, and {whole[0].__name__} treats a row as one action with one "
+                f"correction {name} drops single tokens, and {whole[0].__name__} treats a row as one action with one "
                 f"ratio: use a correction of rows, such as sequence_mask or sequence_trust_region"
             )
+
+
+def _gates(algorithm: Algorithm, rows: Mapping[str, Tensor]) -> dict[str, Gates]:
+    """What each of its corrections keeps or drops as one, by name. A ValueError says which correction refuses a parameter."""
+    found: dict[str, Gates] = {}
+    for name, (function, params) in zip(as_mapping(algorithm.params["correction"]), corrections_of(algorithm), strict=True):
+        try:
+            found[name] = function(*bound(function, rows), **params).gates
+        except ValueError as error:
+            refused = re.split(r"\W", str(error), maxsplit=1)[0]
+            raise ValueError(f"correction.{name}{'.' if refused in types_of(function) else ': '}{error}") from error
+    return found
 
 
 ALGORITHMS: dict[str, Algorithm] = {row.name: _complete(row) for row in ROWS}

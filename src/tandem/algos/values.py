@@ -37,6 +37,8 @@ def value_loss(
         value_scale: a half, so that the gradient is V - G.
         huber_delta: in place of the square, Huber's loss doubled, which is linear beyond this; None is the square.
     """
+    check(value_scale > 0, f"value_scale must be positive, got {value_scale}")
+    check(huber_delta is None or huber_delta > 0, f"huber_delta must be positive (None is the square), got {huber_delta}")
     check(value_clip is None or value_clip > 0, f"value_clip must be positive (None is off), got {value_clip}")
 
     def error(value: Tensor) -> Tensor:

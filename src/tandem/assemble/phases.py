@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tandem.algos.columns import reads, unit_of
+from tandem.algos.notes import NOTES
 from tandem.algos.table import configure, learns_values
 from tandem.assemble.model import Model
-from tandem.assemble.roles import Roles, build_roles, check_roles
+from tandem.assemble.roles import KINDS, Roles, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import Form, build_dataset
 from tandem.checkpoint.in_place import InPlace
@@ -76,7 +77,10 @@ def first_trained(recipe: Recipe) -> type[Decoder]:
 
 
 def algorithm(recipe: Recipe) -> Algorithm:
-    """Raises ConfigError for parameters that do not fit."""
+    """Raises ConfigError for parameters that do not fit, and for what only a model beside the policy is trained for."""
+    name = recipe.algorithm.name
+    if role := next((role for role, kind in KINDS.items() if kind.objective == name), None):
+        raise ConfigError(f"algorithm.name={name} is what {role} is trained for, and no policy. {NOTES[name].choose}")
     return configure(recipe.algorithm.name, recipe.algorithm.params)
 
 
