@@ -115,6 +115,7 @@ def test_a_baseline_weighted_by_length() -> None:
     rewards, counts = torch.tensor([1.0, 0.0, 0.5, 7.0]), torch.tensor([1, 3, 4, 5])
     assert length_weighted_baseline(rewards, GROUP, counts).tolist() == [0.625, -0.375, 0.125, 0.0]
     assert length_weighted_baseline(rewards + 2, GROUP, counts).tolist() == [0.625, -0.375, 0.125, 0.0]
+    assert length_weighted_baseline(rewards, GROUP, counts, singleton="reward")[3] == 7
     nothing = length_weighted_baseline(torch.tensor([1.0, 1.0]), torch.tensor([1, 1]), torch.zeros(2))
     assert nothing.tolist() == [0.0, 0.0]
 
@@ -123,6 +124,8 @@ def test_a_scale_by_how_many_rewards_are_not_zero() -> None:
     """Four episodes, three of them with a reward; the group's mean is 0.5."""
     found = nonzero_scaled_baseline(torch.tensor([1.0, 0.0, 0.5, 7.0]), GROUP)
     torch.testing.assert_close(found, 4 / 3 * torch.tensor([0.5, -0.5, 0.0, 0.0]))
+    alone = nonzero_scaled_baseline(torch.tensor([1.0, 0.0, 0.5, 7.0]), GROUP, singleton="reward")[3]
+    assert alone.item() == pytest.approx(28 / 3)
     assert nonzero_scaled_baseline(torch.zeros(4), GROUP).tolist() == [0.0] * 4
 
 

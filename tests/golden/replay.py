@@ -71,7 +71,8 @@ class Table:
         mode = params.get("agg") or "seq-mean-token-mean"
         constant = (params.get("scale_factor") or self.shape[1]) if mode == "seq-mean-token-sum-norm" else None
         counted = self.mask if mask is None else mask
-        return loss_weights(counted, self.lengths, aggregation=mode, length_constant=constant, ranks=ranks)
+        totals = given(loss_weights, params, num_tokens="batch_num_tokens", num_rows="global_batch_size")
+        return loss_weights(counted, self.lengths, aggregation=mode, length_constant=constant, ranks=ranks, **totals)
 
 
 def given(function: Callable[..., Any], params: Mapping[str, Any], **names: str) -> Params:
@@ -648,9 +649,9 @@ REPLAYS: dict[str, Callable[[Table, Params], Outputs]] = {
     "advantage/dr_grpo": _group_baseline(divides=False),
     "advantage/rloo": _episodes(advantages.group_baseline, {"scale": "none", "leave_one_out": True, "singleton": "reward"}),
     "advantage/grpo_passk": _best_of_group,
-    "advantage/gpg": _episodes(advantages.nonzero_scaled_baseline),
+    "advantage/gpg": _episodes(advantages.nonzero_scaled_baseline, {"singleton": "reward"}),
     "advantage/maxrl": _episodes(advantages.mean_normalized, mean_eps="eps"),
-    "advantage/opo": _episodes(advantages.length_weighted_baseline),
+    "advantage/opo": _episodes(advantages.length_weighted_baseline, {"singleton": "reward"}),
     "advantage/flash_reinforce": _episodes(advantages.batch_baseline),
     "advantage/gdpo": _gdpo,
     "advantage/reinforce_pp": _credit(returns.discounted_returns, (), True, gamma="gamma"),

@@ -58,6 +58,10 @@ ALONE = {"rewards": [3.0], "group_ids": [4], "mask": [[1]]}
         ("grpo", {"singleton": "zero"}, ALONE, [[0.0]]),
         ("grpo", {"scale_rewards": "batch"}, ALONE, [[0.0]]),
         ("grpo", {"leave_one_out": True}, ALONE, [[0.0]]),
+        ("opo", {}, ALONE, [[3.0]]),
+        ("opo", {"singleton": "zero"}, ALONE, [[0.0]]),
+        ("gpg", {}, {"rewards": [3.0, 0.0], "group_ids": [4, 5], "mask": [[1], [1]]}, [[6.0], [0.0]]),
+        ("gpg", {"singleton": "zero"}, ALONE, [[0.0]]),
         ("rloo", {}, ALONE, [[3.0]]),
         ("rloo", {"singleton": "zero"}, ALONE, [[0.0]]),
     ],
@@ -214,3 +218,37 @@ def test_distillation_is_aggregated_as_the_case_says() -> None:
 def test_the_lengths_of_responses_weigh_where_the_case_says() -> None:
     got = run("policy_loss/luspo", {}, **TWO)
     near([got["loss"], run("policy_loss/luspo", {"agg": "token-mean"}, **TWO)["loss"]], [-4.0, -2.0])
+
+
+@pytest.mark.parametrize(
+    ("params", "want"),
+    [
+        ({"agg": "seq-mean-token-mean", "global_batch_size": 3}, 5 / 3),
+        ({"agg": "seq-mean-token-mean", "global_batch_size": None}, 2.5),
+        ({"agg": "seq-mean-token-sum", "global_batch_size": 4}, 2.5),
+        ({"agg": "seq-mean-token-sum-norm", "global_batch_size": 4, "scale_factor": 5}, 0.5),
+        ({"agg": "token-mean", "batch_num_tokens": 5.0}, 2.0),
+        ({"agg": "token-mean", "batch_num_tokens": 5.0, "dp_size": 2}, 2.0),
+    ],
+)
+def test_what_a_batch_counts_may_be_given(params: dict[str, Any], want: float) -> None:
+    columns = {"loss_mat": [[1.0, 2.0], [3.0, 4.0], [9.0, 9.0]], "mask": [[1, 1], [1, 1], [0, 0]]}
+    near(run("aggregation/aggregation", params, **columns)["loss"], want)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "inputs", "known"),
+    [
+        ("kl/kl_estimator", {"estimator": "k9"}, {"new_logprobs": [[0.0]], "ref_logprobs": [[0.0]], "mask": [[1]]}, "k1, abs, k2"),
+        ("dpo/dpo", {"loss_type": "exo"}, {"policy_seq_logps": [[0.0, 0.0]], "ref_seq_logps": [[0.0, 0.0]]}, "sigmoid, robust"),
+        ("advantage/grpo", {"scale_rewards": "row"}, PAIR, "group, batch, none"),
+        ("advantage/opo", {"singleton": "one"}, PAIR, "zero, reward"),
+        ("reweight/pf_ppo", {"method": "min"}, {"token_scores": [[1.0]], "mask": [[1]]}, "pow, max_min"),
+        ("aggregation/aggregation", {"agg": "mean"}, {"loss_mat": [[1.0]], "mask": [[1]]}, "token-mean"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_those_there_are(
+    name: str, params: dict[str, Any], inputs: dict[str, Any], known: str
+) -> None:
+    with pytest.raises(ValueError, match=f"is unknown; there are .*{known}"):
+        run(name, params, **inputs)

@@ -83,17 +83,24 @@ def _choices() -> Iterator[Estimator]:
 
 
 ESTIMATORS = list(_choices())
+ALONE = dict.fromkeys(
+    (
+        f"{name} singleton=reward"
+        for name in ("group_baseline", "decoupled_normalization", "length_weighted_baseline", "nonzero_scaled_baseline")
+    ),
+    "a group of one has its reward",
+)
 EXCEPT: dict[str, dict[str, str]] = {
-    "one": {"group_baseline singleton=reward": "asked for", "decoupled_normalization singleton=reward": "asked for"},
+    "one": ALONE,
     "constant": {"optimal_token_baseline": "a small number is added to the sum of the weights"},
     "shift": {
         "nonzero_scaled_baseline": "which rewards are 0 matters",
         "mean_normalized": "divides by the mean",
-        "group_baseline singleton=reward": "a group of one has its reward",
-        "decoupled_normalization singleton=reward": "a group of one has its reward",
+        **ALONE,
     },
     "sees no other": {
         "nonzero_scaled_baseline": "counts rewards of the whole batch",
+        "nonzero_scaled_baseline singleton=reward": "counts rewards of the whole batch",
         "group_baseline scale=batch": "divides by the deviation of the whole batch",
     },
 }

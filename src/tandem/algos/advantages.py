@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.algos.checks import checked, keep, num_counted
-from tandem.algos.ratios import check
+from tandem.algos.ratios import check, check_choice
 from tandem.algos.segments import Groups, on_tokens
 
 
@@ -52,6 +52,8 @@ def group_baseline(
         ValueError: parameters that contradict each other.
         NonFiniteError: a reward is NaN or infinite.
     """
+    check_choice("scale", scale, ("group", "batch", "none"))
+    check_choice("singleton", singleton, ("zero", "reward"))
     if leave_one_out and scale == "batch":
         raise ValueError("leave_one_out describes the group's statistics and scale=batch does not use its deviation; choose one")
     check(std_eps >= 0, f"std_eps must not be negative, got {std_eps}")
@@ -106,27 +108,31 @@ def no_baseline(rewards_B: Tensor) -> Tensor:
 
 
 @checked
-def length_weighted_baseline(rewards_B: Tensor, groups_B: Tensor, token_counts_B: Tensor) -> Tensor:
+def length_weighted_baseline(
+    rewards_B: Tensor, groups_B: Tensor, token_counts_B: Tensor, *, singleton: Literal["zero", "reward"] = "zero"
+) -> Tensor:
     """A_i = R_i - sum_g n_j R_j / sum_g n_j, the baseline of least variance under its assumptions (OPO, arXiv 2505.23585).
 
-    token_counts_B: n_i, sampled tokens of each episode. Returns float32 [B]; a group without a token or of one has 0.
+    token_counts_B: n_i, sampled tokens of each episode. Returns float32 [B]; a group without a token has none to spread it on.
+    singleton: what a group of one gets, 0 or its raw reward.
     """
     rewards, groups, counts = rewards_B.double(), Groups(groups_B), token_counts_B.double()
     shifted = rewards - groups.lowest(rewards)
     baseline = groups.sum(counts * shifted) / groups.sum(counts).clamp(min=1)
-    return torch.where(groups.size == 1, 0.0, shifted - baseline).float()
+    return torch.where(groups.size == 1, _alone(rewards, singleton), shifted - baseline).float()
 
 
 @checked
-def nonzero_scaled_baseline(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+def nonzero_scaled_baseline(rewards_B: Tensor, groups_B: Tensor, *, singleton: Literal["zero", "reward"] = "zero") -> Tensor:
     """A_i = B / #(R != 0) (R_i - mean_g), with B the batch's episodes (GPG, arXiv 2504.02546): float32 [B].
 
-    Without a reward other than 0 there is nothing to scale and every advantage is 0.
+    Without a reward other than 0 there is nothing to scale and every advantage is 0. singleton: what takes the place of
+    R_i - mean_g in a group of one, 0 or its raw reward.
     """
     rewards, groups = rewards_B.double(), Groups(groups_B)
     shifted = rewards - groups.lowest(rewards)
     scale = len(rewards) / (rewards != 0).sum().clamp(min=1)
-    return torch.where(groups.size == 1, 0.0, scale * (shifted - groups.mean(shifted))).float()
+    return (scale * torch.where(groups.size == 1, _alone(rewards, singleton), shifted - groups.mean(shifted))).float()
 
 
 @checked
@@ -154,6 +160,7 @@ def best_of_group(
     check(std_eps >= 0, f"std_eps must not be negative, got {std_eps}")
     rewards, groups = rewards_B.double(), Groups(groups_B)
     shifted = rewards - groups.lowest(rewards)
+    check_choice("scale", scale, ("group", "none"))
     is_best = shifted == groups.highest(shifted)
     second = groups.highest(torch.where(is_best, 0.0, shifted))
     gap = torch.where(is_best & (groups.sum(is_best.double()) == 1), shifted - second, 0.0)
@@ -194,6 +201,11 @@ def soft_mean_centred(rewards_B: Tensor, *, soft_mean_beta: float = 1.0) -> Tens
         raise ValueError(f"soft_mean_beta must be positive, got {soft_mean_beta}")
     scaled = soft_mean_beta * rewards
     return (rewards - (torch.logsumexp(scaled, 0) - math.log(max(len(rewards), 1))) / soft_mean_beta).float()
+
+
+def _alone(rewards_B: Tensor, singleton: Literal["zero", "reward"]) -> Tensor:
+    check_choice("singleton", singleton, ("zero", "reward"))
+    return rewards_B if singleton == "reward" else torch.zeros_like(rewards_B)
 
 
 def _centred(values: Tensor) -> Tensor:

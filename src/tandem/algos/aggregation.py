@@ -30,6 +30,8 @@ def loss_weights(
     aggregation: Aggregation = "token-mean",
     length_constant: float | None = None,
     repeats_B: Tensor | None = None,
+    num_tokens: float | None = None,
+    num_rows: float | None = None,
     ranks: int = 1,
 ) -> Tensor:
     """The weight w_t for which sum_t w_t loss_t is the aggregated loss of these rows, which are a whole optimiser step.
@@ -43,6 +45,7 @@ def loss_weights(
         aggregation: the mode.
         length_constant: C, for seq-mean-token-sum-norm only; never taken from the width of some padding.
         repeats_B: [B], how many times each row counts, in its losses and in the denominators; None is once.
+        num_tokens: what stands for sum_i n_i; None counts them. num_rows: what stands for S; None counts.
         ranks: over how many data-parallel ranks a back-end averages gradients; the weights make up for it.
 
     Returns:
@@ -61,24 +64,30 @@ def loss_weights(
     if length_constant is not None and not length_constant > 0:
         raise ValueError(f"length_constant must be positive, got {length_constant}")
 
+    for name, value in (("num_tokens", num_tokens), ("num_rows", num_rows)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+
     counted_B = row_counts(mask_N, lengths_B).double()
     repeats_B = torch.ones_like(counted_B) if repeats_B is None else repeats_B.double()
-    num_tokens, num_rows = (repeats_B * counted_B).sum(), (repeats_B * (counted_B > 0)).sum()
-    if num_tokens == 0 and counted_B.any():
+    counted, with_tokens = (repeats_B * counted_B).sum(), (repeats_B * (counted_B > 0)).sum()
+    if counted == 0 and counted_B.any():
         raise EmptyBatchError(
             f"none of these {len(lengths_B)} rows was drawn anew: use fewer mini-batches with resampling, or learner.on_empty=skip"
         )
-    if num_tokens == 0:
+    if counted == 0:
         raise EmptyBatchError(f"none of the {len(mask_N)} tokens in {len(lengths_B)} rows counts: there is nothing to train on")
+    tokens = counted if num_tokens is None else counted.new_tensor(num_tokens)
+    rows = with_tokens if num_rows is None else with_tokens.new_tensor(num_rows)
     match aggregation:
         case "token-mean":
-            weight_B = 1 / num_tokens.expand_as(counted_B)
+            weight_B = 1 / tokens.expand_as(counted_B)
         case "seq-mean-token-mean":
-            weight_B = 1 / (num_rows * counted_B)
+            weight_B = 1 / (rows * counted_B)
         case "seq-mean-token-sum":
-            weight_B = 1 / num_rows.expand_as(counted_B)
+            weight_B = 1 / rows.expand_as(counted_B)
         case "seq-mean-token-sum-norm":
-            weight_B = 1 / (num_rows * cast("float", length_constant)).expand_as(counted_B)
+            weight_B = 1 / (rows * cast("float", length_constant)).expand_as(counted_B)
         case "token-sum":
             weight_B = torch.ones_like(counted_B)
     return keep(on_tokens((ranks * repeats_B * weight_B).float(), lengths_B), mask_N)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.algos.checks import checked, keep
-from tandem.algos.ratios import check, log_ratio
+from tandem.algos.ratios import check, check_choice, log_ratio
 from tandem.algos.segments import on_tokens, row_counts, row_max, row_mean, row_sum
 from tandem.algos.terms import masked_mean, whole_rows
 from tandem.types import Metric, Metrics
@@ -191,6 +191,8 @@ def sequence_mask(
     weight: kept tokens count 1, their own rho (seq-mask-tis: OpenRLHF, NeMo), or the row's ratio (TRL's and AReaL's masks).
     """
     _check_bounds(low, high)
+    check_choice("ratio", ratio, ("geometric", "product", "outlier"))
+    check_choice("weight", weight, ("none", "token", "row"))
     check(not (ratio == "outlier" and weight == "row"), "weight=row needs a ratio of the row, which ratio=outlier has not")
     plain = log_ratio(old_logprobs_N, rollout_logprobs_N, None)
     token = log_ratio(old_logprobs_N, rollout_logprobs_N, log_ratio_clamp).exp()
@@ -363,6 +365,7 @@ def binary_kl(logprobs_N: Tensor, other_logprobs_N: Tensor, probability_floor: f
 
 
 def _divergence(name: Literal["binary_kl", "tv"], old_N: Tensor, rollout_N: Tensor) -> Tensor:
+    check_choice("divergence", name, ("binary_kl", "tv"))
     return binary_kl(rollout_N, old_N) if name == "binary_kl" else (rollout_N.double().exp() - old_N.double().exp()).abs()
 
 

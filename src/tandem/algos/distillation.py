@@ -7,13 +7,13 @@ Legend: N tokens, V vocabulary, K the teacher's most likely tokens; S student, T
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from tandem.algos.checks import checked, keep
-from tandem.algos.ratios import check
+from tandem.algos.ratios import check, check_choice
 from tandem.algos.terms import LossInputs, TokenLoss, masked_mean
 from tandem.types import Metrics
 
@@ -58,6 +58,7 @@ def topk_kl_at(
     Over the teacher's top k, not renormalised (verl, NeMo-RL), so that reverse and mixed are lowered by probability that
     leaves the top k. floor: not below 0 where what is missing makes the sum so.
     """
+    check_choice("direction", direction, get_args(Direction))
     check(0 <= mixed_weight <= 1, f"mixed_weight must be in [0, 1], got {mixed_weight}")
     gap = teacher_logprobs_NK - logprobs_NK
     forward, backward = (teacher_logprobs_NK.exp() * gap).sum(-1), (-logprobs_NK.exp() * gap).sum(-1)

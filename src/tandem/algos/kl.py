@@ -9,9 +9,11 @@ Legend: N packed tokens.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
+
+from tandem.algos.ratios import check_choice
 
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
 KLGradient = Literal["direct", "straight_through", "unbiased", "weighted"]
@@ -38,6 +40,8 @@ def kl_divergence(
     policy is the KL's; "unbiased" is min(ratio, 10) d grad(logprobs); "weighted" multiplies the estimator by the
     differentiable ratio exp(logprobs - old_logprobs), in value too (DeepSeek-V3.2). The last two read old_logprobs_N.
     """
+    check_choice("estimator", estimator, get_args(KLEstimator))
+    check_choice("gradient", gradient, get_args(KLGradient))
     difference = logprobs_N - ref_logprobs_N
     match estimator:
         case "k1":

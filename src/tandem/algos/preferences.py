@@ -9,14 +9,14 @@ logprobs less the reference's, summed over the response; h = d_c - d_r; ls = log
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from tandem.algos.checks import checked, keep
-from tandem.algos.ratios import check
+from tandem.algos.ratios import check, check_choice
 from tandem.algos.segments import CountedTokens, Groups, on_tokens, row_counts, row_sum
 from tandem.algos.terms import LossInputs, TokenLoss, masked_mean, whole_groups, whole_rows
 from tandem.errors import ColumnError
@@ -59,6 +59,7 @@ def preference_loss(
         beta: how strongly a response is held to the reference; the inverse of a margin.
         label_smoothing: e, the share of labels that are wrong; in [0, 0.5), for sigmoid and robust.
     """
+    check_choice("preference", preference, get_args(Preference))
     check(beta > 0, f"beta must be positive, got {beta}")
     check(0 <= label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
     check(not label_smoothing or preference in ("sigmoid", "robust"), f"preference={preference} has no label_smoothing")

@@ -6,7 +6,7 @@ Legend: N packed tokens; x logprobs, o old_logprobs, A advantages, r = exp(x - o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ def check(good: bool, complaint: str) -> None:
     """Raises ValueError with `complaint` unless `good`."""
     if not good:
         raise ValueError(complaint)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raises ValueError unless `value` is one of `choices`, which it lists."""
+    check(value in choices, f"{name}={value!r} is unknown; there are {', '.join(choices)}")
 
 
 def policy_term(inputs: LossInputs, loss_N: Tensor, metrics: Mapping[str, Metric]) -> TokenLoss:

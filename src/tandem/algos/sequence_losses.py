@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.algos.checks import keep
-from tandem.algos.ratios import check, check_clip, clamped, clipped_surrogate, log_ratio, policy_term, ratio_metrics
+from tandem.algos.ratios import check, check_choice, check_clip, clamped, clipped_surrogate, log_ratio, policy_term, ratio_metrics
 from tandem.algos.segments import on_tokens, row_mean, row_sum
 from tandem.algos.terms import LossInputs, TokenLoss, whole_rows
 
@@ -41,6 +41,8 @@ def sequence_clip(
     Aggregated by seq-mean-token-sum it is LUSPO (TRL): long responses count for their length.
     """
     check_clip(clip_low, clip_high)
+    check_choice("ratio", ratio, ("geometric", "product"))
+    check_choice("gradient", gradient, ("token", "sequence"))
     x = inputs.policy_logprobs
     difference = log_ratio(x.detach() if gradient == "token" else x, inputs.token("old_logprobs"), log_ratio_clamp)
     reduce = row_mean if ratio == "geometric" else row_sum

@@ -5,12 +5,13 @@ Legend: B episodes.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from tandem.algos.checks import checked
+from tandem.algos.ratios import check_choice
 
 
 @checked
@@ -47,6 +48,7 @@ def resampling_weights(scores_B: Tensor, *, method: Resampling = "pow", weight_p
     """
     if not weight_pow > 0:
         raise ValueError(f"resampling_pow must be positive, got {weight_pow}: 0 draws all alike, so leave resampling out")
+    check_choice("method", method, get_args(Resampling))
     highest, lowest = scores_B.max(), scores_B.min()
     match method:
         case "pow":
