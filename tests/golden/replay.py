@@ -95,8 +95,11 @@ def gradient(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-def groups_of(table: Table, size: int) -> Tensor:
-    """Ids of groups that stand one after another, which these cases do not list: that of its first row for each."""
+def groups_of(table: Table, params: Params) -> Tensor:
+    """Ids of groups; where a case does not list them they stand one after another, and the first row of each is its id."""
+    if "group_ids" in table.inputs:
+        return table.groups
+    size = params["group_size"]
     return torch.arange(table.shape[0]).view(-1, size)[:, :1].expand(-1, size).flatten()
 
 
@@ -108,7 +111,7 @@ def _aggregation(table: Table, params: Params) -> Outputs:
     loss = aggregate(losses, table.weights(params), table.mask)
     loss.backward()
     split = table.weights(params, ranks=params.get("dp_size") or 1)
-    parts = params.get("row_parts", [list(range(table.shape[0]))])
+    parts = params.get("row_parts") or [list(range(table.shape[0]))]
     by_row = [value.view(table.shape) for value in (losses.detach(), split, table.mask)]
     return {
         "loss": loss.item(),
@@ -274,7 +277,7 @@ def _prime(table: Table, params: Params) -> Outputs:
     credit = returns.process_and_outcome(
         table["process_rewards"],
         table["acc"],
-        groups_of(table, params["group_size"]),
+        groups_of(table, params),
         table.mask,
         table.lengths,
         **given(returns.process_and_outcome, params, process_coef="reward_dpo_coef", outcome_coef="reward_gt_coef"),
@@ -582,7 +585,7 @@ def _implicit_reward(table: Table, params: Params) -> Outputs:
 
 
 def _implicit_accuracy(table: Table, params: Params) -> Outputs:
-    groups = groups_of(table, params["group_size"])
+    groups = groups_of(table, params)
     of_row = row_sum(table["implicit_q"], table.mask, table.lengths)
     pairs, absolute = preferences.implicit_reward_accuracy(of_row, table["acc"], groups)
     return {"metrics": {"dpo_accuracy": pairs.item(), "dpo_abs_accuracy": absolute.item()}}

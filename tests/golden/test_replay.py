@@ -70,6 +70,12 @@ def test_estimators(name: str, params: dict[str, Any], inputs: dict[str, Any], w
     near(run(f"advantage/{name}", params, **inputs)["advantages"], want)
 
 
+def test_groups_that_a_case_lists_are_those_of_prime() -> None:
+    columns = {"process_rewards": [[0.0]] * 4, "acc": [1.0, 1.0, 0.0, 0.0], "group_ids": [1, 2, 1, 2], "mask": [[1]] * 4}
+    got = run("advantage/prime", {"reward_dpo_coef": 0.0, "reward_gt_coef": 1.0, "whiten": False}, **columns)
+    near(got["advantages"], [[1.0], [1.0], [-1.0], [-1.0]])
+
+
 def test_components_have_the_deviation_of_the_case() -> None:
     columns = {"reward_components": [[1.0], [0.0]], "group_ids": [4, 4], "mask": [[1], [1]]}
     near(run("advantage/gdpo", {"eps": 0.5, "ddof": 0, "whiten": False}, **columns)["advantages"], [[0.5], [-0.5]])
