@@ -100,8 +100,12 @@ def test_corrections_combine_by_what_all_keep() -> None:
         ("rloo", {"scale": "batch"}, "choose one"),
         ("grpo", {"resampling": "pow", "resampling_pow": 0.0}, "must be positive"),
         ("grpo", {"kl_target": 0.1}, "begin with a positive one"),
-        ("grpo", {"kl_coef": 0.1, "kl_target": 0.0}, "positive target"),
-        ("reinforce_pp", {"reward_kl_coef": 0.1, "reward_kl_target": 0.1, "reward_kl_horizon": 0}, "horizon of at least 1"),
+        ("grpo", {"kl_coef": 0.1, "kl_target": 0.0}, "kl_target must be positive"),
+        (
+            "reinforce_pp",
+            {"reward_kl_coef": 0.1, "reward_kl_target": 0.1, "reward_kl_horizon": 0},
+            "reward_kl_horizon must be at least 1",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(name: str, params: dict[str, Any], says: str) -> None:

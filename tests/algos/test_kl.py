@@ -56,15 +56,16 @@ def test_the_weight_of_a_token_is_bounded() -> None:
 
 
 def test_what_an_adaptive_coefficient_begins_with() -> None:
-    check_kl_target(0.0, None, 0)
-    check_kl_target(0.1, 1e-3, 1)
-    for coef, target, horizon in (
-        (0.1, 0.0, 1),
-        (0.1, -1.0, 1),
-        (0.1, math.nan, 1),
-        (0.1, 1.0, 0),
-        (0.0, 1.0, 1),
-        (math.nan, 1.0, 1),
+    check_kl_target("kl", 0.0, None, 1)
+    check_kl_target("kl", 0.1, 1e-3, 1)
+    for coef, target, horizon, says in (
+        (0.1, 0.0, 1, "kl_target must be positive"),
+        (0.1, -1.0, 1, "kl_target must be positive"),
+        (0.1, math.nan, 1, "kl_target must be positive"),
+        (0.1, 1.0, 0, "kl_horizon must be at least 1"),
+        (0.1, None, 0, "kl_horizon must be at least 1"),
+        (0.0, 1.0, 1, r"kl_coef=0\.0 stays"),
+        (math.nan, 1.0, 1, "kl_coef=nan stays"),
     ):
-        with pytest.raises(ValueError, match="coefficient"):
-            check_kl_target(coef, target, horizon)
+        with pytest.raises(ValueError, match=says):
+            check_kl_target("kl", coef, target, horizon)

@@ -128,7 +128,12 @@ REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("value", "value_scale", (-0.5, 0.0, NAN, INF)),
     ("value", "huber_delta", (-1.0, 0.0, NAN, INF)),
     ("grpo", "kl_estimator", ("k1", "abs")),
-    *((name, "kl_coef", (NAN, INF)) for name in ("grpo", "gspo")),
+    *((name, "kl_coef", (-0.1, NAN, INF, 1e300)) for name in ("grpo", "gspo")),
+    ("grpo", "clip_high", (-0.1, NAN, INF, 1e300)),
+    ("grpo", "kl_target", (-1.0, 0.0, 0.1, NAN)),
+    ("grpo", "kl_horizon", (0, -1)),
+    ("ppo", "reward_kl_target", (-1.0, 0.0, 0.1, NAN)),
+    ("ppo", "reward_kl_horizon", (0, -1)),
 ]
 REFUSED_IN_CORRECTIONS: list[tuple[str, str, tuple[object, ...]]] = [
     *(
@@ -157,6 +162,12 @@ def test_a_parameter_out_of_range_is_refused_by_its_name(row: str, parameter: st
 def test_so_is_one_of_a_correction_by_its_whole_name(correction: str, parameter: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"correction\.{correction}\.{parameter}\b"):
         configure("grpo", {"correction": {correction: {parameter: value}}})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("value", [None, 3, "high"])
+def test_a_correction_has_a_mapping_of_parameters(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"correction\.icepop=.*a mapping of its parameters"):
+        configure("grpo", {"correction": {"icepop": value}})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])

@@ -83,6 +83,9 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("algorithm=prime", "process_model.implicit_beta=0.1"),
         ("process_model.implicit_beta", "algorithm.implicit_beta"),
     ),
+    "the objective of a critic as a policy's": (("algorithm=value",), ("algorithm.name=value", "critic", "ppo or vapo")),
+    "that of a process model": (("algorithm=implicit_prm",), ("algorithm.name=implicit_prm", "process_model", "prime")),
+    "a parameter of an objective out of range": (("algorithm=ppo", "critic.huber_delta=0.0"), ("critic: ", "huber_delta", "0.0")),
     "no such parameter of an objective": (("algorithm=prime", "process_model.implicit_bet=0.1"), ("implicit_bet", "implicit_beta")),
     "heads that do not divide": (("model.new.num_heads=3", "model.new.num_kv_heads=2"), ("num_heads", "3")),
 }

@@ -33,7 +33,7 @@ def kl_term(
     kl_horizon the episodes over which it may change by a fifth (`adapted_kl_coef`). None is a fixed coefficient.
     """
     check(kl_coef >= 0, f"kl_coef must not be negative, got {kl_coef}: it would push the policy away from the reference")
-    check_kl_target(kl_coef, kl_target, kl_horizon)
+    check_kl_target("kl", kl_coef, kl_target, kl_horizon)
     check_kl_in_loss(kl_estimator, kl_gradient)
     if not kl_coef:
         return TokenLoss({}, Metrics())

@@ -77,14 +77,19 @@ def check_kl_in_loss(estimator: KLEstimator, gradient: KLGradient) -> None:
         )
 
 
-def check_kl_target(coef: float, target: float | None, horizon: int) -> None:
-    """Raises ValueError for an adaptive coefficient that could not adapt. target None is a fixed coefficient."""
+def check_kl_target(name: str, coef: float, target: float | None, horizon: int) -> None:
+    """Raises ValueError for an adaptive coefficient that could not adapt. target None is a fixed coefficient.
+
+    name: what the names of its parameters begin with, as in NAME_target.
+    """
+    if horizon < 1:
+        raise ValueError(f"{name}_horizon must be at least 1, got {horizon}")
     if target is None:
         return
-    if not target > 0 or horizon < 1:
-        raise ValueError(f"an adaptive KL coefficient needs a positive target and a horizon of at least 1, got {target}, {horizon}")
+    if not target > 0:
+        raise ValueError(f"{name}_target must be positive (None is a fixed coefficient), got {target}")
     if not coef > 0:
-        raise ValueError(f"a KL coefficient of {coef} stays {coef} whatever the target of {target}: begin with a positive one")
+        raise ValueError(f"{name}_coef={coef} stays {coef} whatever {name}_target={target} is: begin with a positive one")
 
 
 def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: int, num_steps: int) -> float:

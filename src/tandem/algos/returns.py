@@ -47,7 +47,7 @@ def token_rewards(
     reward_kl_horizon: of an adaptive coefficient, as for `extra_terms.kl_term`, which is that of each row then.
     """
     check(reward_kl_coef >= 0, f"reward_kl_coef must not be negative, got {reward_kl_coef}: it would pay for leaving the reference")
-    check_kl_target(reward_kl_coef, reward_kl_target, reward_kl_horizon)
+    check_kl_target("reward_kl", reward_kl_coef, reward_kl_target, reward_kl_horizon)
     rewards_N = keep(on_tokens(rewards_B, lengths_B), CountedTokens(mask_N, lengths_B).last())
     if not reward_kl_coef:
         return rewards_N

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -46,7 +45,7 @@ from tandem.registry import resolve
 from tandem.types import Algorithm, Json
 
 _POLICY_TYPES: dict[str, Any] = {
-    "correction": str | dict[str, dict[str, Any]] | None,
+    "correction": str | dict[str, Any] | None,
     "denominator": Literal["all", "kept"],
     "bypass": bool,
     "resampling": Resampling | None,
@@ -55,6 +54,7 @@ _POLICY_TYPES: dict[str, Any] = {
 """What every row with an advantage takes. correction: see `configure`. denominator: whether tokens that a correction drops
 are counted. bypass: the sampler's logprobs stand for old_logprobs, and no pass of the trainer computes them. resampling: how
 episodes are drawn anew, with replacement, before the update (`shaping.resampling_weights`); resampling_pow is its exponent."""
+_LARGEST = torch.finfo(torch.float32).max
 POLICY_DEFAULTS: dict[str, Json] = {
     "correction": None,
     "denominator": "all",
@@ -125,8 +125,8 @@ def _misfit(value: Json, annotation: Any) -> str | None:
     if choices and not any(value == each and type(value) is type(each) for each in choices):  # True equals 1
         return f"Input should be {' or '.join(map(repr, choices))}"
     numbers = value if isinstance(value, list) else [value]
-    if any(isinstance(each, float) and not math.isfinite(each) for each in numbers):
-        return "it must be finite"
+    if any(isinstance(each, float) and not abs(each) <= _LARGEST for each in numbers):
+        return "it must be finite, in float32"
     return None
 
 

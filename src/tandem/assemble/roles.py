@@ -188,7 +188,10 @@ def _objective(recipe: Recipe, name: str, row_name: str, algorithm: Algorithm) -
     """What a role is trained for; a parameter that the policy's row has too is set there, for both."""
     section = _section(recipe, name)
     settings = section if isinstance(section, TrainedSection) else TrainedSection()
-    row = configure(row_name, settings.params)
+    try:
+        row = configure(row_name, settings.params)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
     shared = {key: value for key, value in algorithm.params.items() if key in row.params and key not in AGGREGATION}
     if twice := shared.keys() & settings.params.keys():
         raise ConfigError(f"{name}.{min(twice)} is also a parameter of {algorithm.name}: set algorithm.{min(twice)}, for both")
