@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 FULL_DISK = """
-import resource, signal, sys
+import resource, signal, sys, threading
 from pathlib import Path
 from tandem.errors import SnapshotError
 from tandem.track.tensorboard import TensorBoardTracker
@@ -20,6 +20,9 @@ for action in (lambda: [tracker.log(Metrics.mean({"loss": 1.0}), step) for step 
         action()
     except SnapshotError as error:
         print(error)
+for thread in threading.enumerate():  # the writer's own, which prints its traceback while the interpreter would end
+    if thread is not threading.main_thread():
+        thread.join(10)
 """
 
 
