@@ -86,3 +86,13 @@ def test_a_mean_over_chosen_tokens() -> None:
     assert mean_over(chosen, weighing).tolist() == [0.5, 2.0, 0.0, 0.0]
     assert mean_over(chosen, weighing, ranks=2).tolist() == [1.0, 4.0, 0.0, 0.0]
     assert mean_over(chosen, weighing, repeats_N=torch.tensor([3.0, 1.0, 1.0, 1.0])).tolist() == [0.75, 1.0, 0.0, 0.0]
+
+
+def test_counts_may_be_given() -> None:
+    """Half a token, or half a row, may stand for what is counted; nothing, or less, may not."""
+    assert loss_weights(MASK, LENGTHS, num_tokens=0.5)[MASK].tolist() == [2.0] * 3
+    assert loss_weights(MASK, LENGTHS, aggregation="seq-mean-token-sum", num_rows=0.5)[MASK].tolist() == [2.0] * 3
+    for wrong in (0.0, -1.0, float("nan")):
+        for name in ("num_tokens", "num_rows"):
+            with pytest.raises(ValueError, match=name):
+                loss_weights(MASK, LENGTHS, **{name: wrong})

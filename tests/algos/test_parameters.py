@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tandem.algos import advantages, distillation, preferences, returns, selection, shaping
+from tandem.algos import advantages, corrections, distillation, preferences, returns, selection, shaping
+from tandem.algos.kl import kl_divergence
 from tandem.algos.ratios import check_clip
 from tandem.algos.terms import LossInputs
 
@@ -119,3 +121,37 @@ def test_a_parameter_of_another_function(call: Any, outside: dict[str, tuple[flo
                 call(**{parameter: value})
         for text in edge.split():
             call(**{parameter: type(values[0])(float(text))})
+
+
+ROW = (-ONE, -ONE, MASK, LENGTHS)
+CHOICES: list[tuple[str, Callable[[Any], object]]] = [
+    ("scale", lambda value: advantages.group_baseline(REWARDS, GROUPS, scale=value)),
+    ("singleton", lambda value: advantages.group_baseline(REWARDS, GROUPS, singleton=value)),
+    ("scale", lambda value: advantages.best_of_group(REWARDS, GROUPS, scale=value)),
+    ("singleton", lambda value: advantages.decoupled_normalization(REWARDS[:, None], GROUPS, singleton=value)),
+    ("ratio", lambda value: corrections.sequence_mask(*ROW, ratio=value)),
+    ("weight", lambda value: corrections.sequence_mask(*ROW, weight=value)),
+    ("divergence", lambda value: corrections.token_trust_region(*ROW[:3], divergence=value)),
+    ("direction", lambda value: distillation.topk_kl_at(-torch.ones(2, 1), -torch.ones(2, 1), direction=value)),
+    ("estimator", lambda value: kl_divergence(-ONE, -ONE, estimator=value)),
+    ("gradient", lambda value: kl_divergence(-ONE, -ONE, gradient=value, old_logprobs_N=-ONE)),
+    ("preference", lambda value: preferences.preference_loss(-torch.ones(1, 2), -torch.ones(1, 2), preference=value)),
+    ("ratio", lambda value: loss("sequence_losses.sequence_clip", ratio=value)),
+    ("gradient", lambda value: loss("sequence_losses.sequence_clip", gradient=value)),
+    ("method", lambda value: shaping.resampling_weights(REWARDS, method=value)),
+]
+
+
+@pytest.mark.parametrize(("parameter", "call"), CHOICES)
+def test_a_choice_that_there_is_not(parameter: str, call: Callable[[Any], object]) -> None:
+    with pytest.raises(ValueError, match=parameter):
+        call("sideways")
+
+
+def test_bounds_of_a_correction_and_counts_of_a_step_are_finite_and_positive() -> None:
+    for delta in (NAN, float("inf")):
+        with pytest.raises(ValueError, match="delta"):
+            corrections.off_policy_sequence_mask(-ONE, -ONE, ONE, MASK, LENGTHS, delta=delta)
+    for bad in ("0.5_inf", "-1_2", "nan"):
+        with pytest.raises(ValueError, match="threshold"):
+            corrections.rejection_sampling(*ROW, mode="token_k1", threshold=bad)
