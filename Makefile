@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_WAIT_POLICY ?= passive
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 
-.PHONY: quickstart install test test-slow check clean
+.PHONY: quickstart install test test-slow mutants check clean
 
 quickstart: .venv/installed ## install, then train a small model from scratch
 	$(BIN)/tandem train recipes/quickstart.yaml
@@ -25,6 +25,9 @@ test: .venv/installed-test ## run every test that is not marked slow
 
 test-slow: .venv/installed-test ## run the tests that are marked slow
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+
+mutants: .venv/installed-test ## check the tests of the algorithms: make mutants [ONLY=tandem.algos.kl] [WORKERS=2]
+	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) nice $(BIN)/python -m tests.mutants $(ONLY)
 
 check: .venv/installed-check ## format, lint, types, layers
 	$(BIN)/ruff format --check .
