@@ -41,6 +41,7 @@ LOSSES: list[tuple[str, str, tuple[float, ...], tuple[float, ...]]] = [
     *((f"policy_losses.{name}", "ratio_cap", (0.9, NAN), (1.0,)) for name in ("dppo_tv", "dppo_kl")),
     ("policy_losses.ppo_clip", "dual_clip", (1.0, 0.5, NAN), (1.001,)),
     ("policy_losses.ppo_clip", "ratio_cap", (1.2, 0.5, NAN), (1.201,)),  # clip_high is 0.2
+    ("policy_losses.importance_weighted", "log_ratio_clamp", (0.0, -1.0, NAN, float("inf")), ()),
     ("policy_losses.truncated_reinforce", "ratio_low", (-0.1, 1.1, NAN), (0.0, 1.0)),  # ratio_high is 1
     ("policy_losses.sapo", "tau_pos", (0.0, -1.0, NAN), ()),
     ("policy_losses.sapo", "tau_neg", (0.0, -1.0, NAN), ()),
@@ -93,6 +94,14 @@ OTHERS: list[tuple[Any, dict[str, Any], str]] = [
         "0.0 1.0",
     ),
     (lambda **p: returns.decoupled_gae(ONE, ONE, MASK, LENGTHS, **p), {"length_adaptive_alpha": (0.0, -1.0, NAN)}, "1e-3"),
+    (
+        lambda **p: returns.process_and_outcome(ONE, ONE, GROUPS, MASK, LENGTHS, **p),
+        {"process_coef": (-0.1, NAN), "outcome_coef": (-0.1, NAN)},
+        "0.0",
+    ),
+    (lambda **p: returns.optimal_token_baseline(ONE, -ONE, ONE, GROUPS, MASK, LENGTHS, **p), {"baseline_eps": (-0.1, NAN)}, "0.0"),
+    (lambda **p: returns.reverse_kl(ONE, -ONE, -ONE, MASK, **p), {"distillation_coef": (-0.1, NAN)}, "0.0"),
+    (lambda **p: returns.whiten(REWARDS, MASK, **p), {"whiten_eps": (-0.1, NAN)}, "0.0"),
     (lambda **p: selection.most_covariant(ONE, ONE, MASK, **p), {"cov_frac": (0.0, -0.1, 1.1, NAN)}, "1e-3 1.0"),
     (lambda **p: selection.random_covariant(ONE, ONE, MASK, ONE, **p), {"cov_frac": (0.0, -0.1, 1.1, NAN)}, "1e-3 1.0"),
     (lambda **p: selection.random_covariant(ONE, ONE, MASK, ONE, **p), {"cov_low": (5.0, 6.0, NAN)}, "4.9"),
