@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.mutants.mutations import Source
-from tests.mutants.runner import EXCLUDED, ROOT, Fate
+from tests.mutants.runner import EXCLUDED, ROOT, Fate, sources
 
 HERE = Path(__file__).parent
 RESULTS, REASONS, PAGE = HERE / "results.json", HERE / "equivalent.toml", ROOT / "docs" / "mutation.md"
@@ -88,6 +88,7 @@ def page(results: dict[str, Result], why: dict[str, str]) -> str:
         *("", "| module | of | mutants | killed | hang | survive |", "| --- | --- | ---: | ---: | ---: | ---: |", *rows),
         f"| all | | {' | '.join(map(str, total))} |",
         "",
+        *(f"Module `{each}` has not been run to its end." for each in _missing(results)),
         *(f"Module `{name}` is left out: {reason}." for name, reason in EXCLUDED.items()),
         *("", "## Survivors that no test can kill", ""),
     ]
@@ -96,6 +97,10 @@ def page(results: dict[str, Result], why: dict[str, str]) -> str:
     if unexplained:
         lines += ["## Survivors that a test could kill", "", "```", *unexplained, "```", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _missing(results: dict[str, Result]) -> list[str]:
+    return [each.module.rpartition(".")[2] for each in sources() if each.mutants and each.module not in results]
 
 
 TEXT = """# Mutation check
