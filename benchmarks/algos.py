@@ -102,12 +102,12 @@ def estimators(data: Data, verl: ModuleType) -> dict[str, Pair]:
         "grpo": (
             of_groups,
             lambda: verl.compute_grpo_vectorized_outcome_advantage(padded["token_rewards"], response, index),
-            1.5,
+            0.5,
         ),
         "rloo": (
             lambda: of_groups(scale="none", leave_one_out=True),
             lambda: verl.compute_rloo_vectorized_outcome_advantage(padded["token_rewards"], response, index),
-            1.5,
+            0.5,
         ),
     }
 
