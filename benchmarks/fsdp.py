@@ -96,9 +96,9 @@ class Trainer:
 async def measure(logs: Path) -> dict[str, dict[str, float]]:
     """Tokens a second by clock and way."""
     num_tokens = rows(1).num_tokens
-    async with Processes(logs, limit_s=LIMIT_S) as runtime:
-        await runtime.start(place([ResourcePool("one", 1), ResourcePool("two", 2)], Hardware(cores=3)))
-        one, two = [await runtime.group("policy", pool, f"{__file__}:Trainer", collectives=True) for pool in ("one", "two")]
+    runtime = Processes(place([ResourcePool("one", 1), ResourcePool("two", 2)], Hardware(cores=3)), logs, limit_s=LIMIT_S)
+    one, two = [runtime.group("policy", pool, f"{__file__}:Trainer", collectives=True) for pool in ("one", "two")]
+    async with runtime:
         ways: dict[str, tuple[ProcessGroup, str]] = {"one": (one, "alone"), "sharded": (two, "sharded"), "apart": (two, "alone")}
         seconds = {clock: dict.fromkeys(ways, float("inf")) for clock in ("wall", "cpu")}
         for round_ in range(ROUNDS + 1):

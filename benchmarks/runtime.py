@@ -15,7 +15,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -88,11 +89,20 @@ async def fastest(call: Callable[[], Awaitable[object]], calls: int = 1) -> floa
     return best
 
 
-async def start(runtime: Processes, pool: str, ranks: int, *arguments: object) -> tuple[float, WorkerGroup]:
+async def ready(ranks: int, *arguments: object) -> float:
+    """Seconds until the workers of a new runtime are there."""
     began = time.perf_counter()
-    await runtime.start(place([ResourcePool(pool, ranks)], Hardware(cores=ranks)))
-    group = await runtime.group(pool, pool, f"{Path(__file__)}:Worker", *arguments)
-    return time.perf_counter() - began, group
+    async with pool(ranks, *arguments):
+        return time.perf_counter() - began
+
+
+@asynccontextmanager
+async def pool(ranks: int, *arguments: object) -> AsyncGenerator[WorkerGroup]:
+    with tempfile.TemporaryDirectory() as logs:
+        runtime = Processes(place([ResourcePool("pool", ranks)], Hardware(cores=ranks)), Path(logs))
+        group = runtime.group("worker", "pool", f"{Path(__file__)}:Worker", *arguments)
+        async with runtime:
+            yield group
 
 
 async def handing(queue: MemoryQueue, group: WorkerGroup, report: dict[str, float]) -> None:
@@ -131,13 +141,11 @@ async def measured() -> dict[str, float]:
     inline = InlineGroup([Worker(Rank(index, 8)) for index in range(8)])
     report["inline_8_ranks_update_ms"] = 1000 * await fastest(lambda: inline.call(Worker.update, ref), CALLS)
     queue = MemoryQueue()
-    with tempfile.TemporaryDirectory() as logs:
-        async with QueueServer(queue) as server, Processes(Path(logs)) as runtime:
-            report["first_worker_ready_s"], _ = await start(runtime, "first", 1)
-            report["next_worker_ready_s"], _ = await start(runtime, "next", 1)
-            _, group = await start(runtime, "pair", 2, server.client())
-            report["process_2_ranks_update_ms"] = 1000 * await fastest(lambda: group.call(Worker.update, ref), CALLS)
-            await handing(queue, group, report)
+    report["first_worker_ready_s"] = await ready(1)
+    report["next_worker_ready_s"] = await ready(1)
+    async with QueueServer(queue) as server, pool(2, server.client()) as group:
+        report["process_2_ranks_update_ms"] = 1000 * await fastest(lambda: group.call(Worker.update, ref), CALLS)
+        await handing(queue, group, report)
     return report
 
 

@@ -79,9 +79,10 @@ Make = Callable[[type[Doubler], int], AbstractAsyncContextManager[WorkerGroup]]
 def _process(tmp_path: Path) -> Make:
     @asynccontextmanager
     async def make(kind: type[Doubler], size: int) -> AsyncGenerator[WorkerGroup]:
-        async with Processes(tmp_path) as runtime:
-            await runtime.start(place([ResourcePool("pool", size)], Hardware(cores=size)))
-            yield await runtime.group("worker", "pool", f"{kind.__module__}:{kind.__name__}")
+        runtime = Processes(place([ResourcePool("pool", size)], Hardware(cores=size)), tmp_path)
+        group = runtime.group("worker", "pool", f"{kind.__module__}:{kind.__name__}")
+        async with runtime:
+            yield group
 
     return make
 

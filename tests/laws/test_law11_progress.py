@@ -58,9 +58,9 @@ def check_a_call_waits_while_ranks_answer_and_then_shows_where_the_others_stand(
         return calling.exception()
 
     async def scenario(logs: Path) -> None:
-        async with Processes(logs, limit_s=1.0) as runtime:
-            await runtime.start(place([ResourcePool("pool", 3)], Hardware(cores=3)))
-            group = await runtime.group("policy", "pool", "tests.runtime.workers:Worker")
+        runtime = Processes(place([ResourcePool("pool", 3)], Hardware(cores=3)), logs, limit_s=1.0)
+        group = runtime.group("policy", "pool", "tests.runtime.workers:Worker")
+        async with runtime:
             assert await call(group, Worker.sleep_by_rank, 0.6) is None  # 1.2 s in all
             error = await call(group, Worker.sleep, 60.0, 1)
             assert isinstance(error, StalledError)

@@ -20,6 +20,6 @@ def owner() -> asyncio.AbstractEventLoop:
 
 def served(make: Callable[[], TransferQueue]) -> QueueClient:
     async def serve() -> QueueClient:
-        return QueueServer(make()).client()
+        return (await QueueServer(make()).__aenter__()).client()
 
     return asyncio.run_coroutine_threadsafe(serve(), owner()).result(10)

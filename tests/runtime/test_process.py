@@ -34,9 +34,9 @@ def _run(tmp_path: Path) -> Callable[..., T]:
 
     def run(use: Use[T], *, ranks: int = 2, limit_s: float = 60.0, collectives: bool = False) -> T:
         async def main() -> T:
-            async with Processes(tmp_path, limit_s=limit_s) as runtime:
-                await runtime.start(place([ResourcePool("pool", ranks)], Hardware(cores=ranks)))
-                group = await runtime.group("policy", "pool", FACTORY, collectives=collectives)
+            runtime = Processes(place([ResourcePool("pool", ranks)], Hardware(cores=ranks)), tmp_path, limit_s=limit_s)
+            group = runtime.group("policy", "pool", FACTORY, collectives=collectives)
+            async with runtime:
                 pids = await group.call_each(Worker.pid)
                 result = await use(group)
             assert not any(map(alive, pids))
@@ -232,38 +232,54 @@ def test_tensors_arrive_as_they_were_and_stay_while_later_ones_come(run: Callabl
 
 def test_a_worker_sees_its_cores_and_devices(tmp_path: Path) -> None:
     async def main() -> None:
-        async with Processes(tmp_path) as runtime:
-            await runtime.start(
-                place([ResourcePool("a", 1, cores=1), ResourcePool("b", 2, cores=2, devices=2)], Hardware(5, "cuda", 4))
-            )
-            for pool, sees in (("a", [(1, "")]), ("b", [(2, "0,1"), (2, "2,3")])):
-                group = await runtime.group(f"in {pool}", pool, FACTORY)
-                assert await group.call_each(Worker.sees) == sees
+        pools = [ResourcePool("a", 1, cores=1), ResourcePool("b", 2, cores=2, devices=2)]
+        runtime = Processes(place(pools, Hardware(5, "cuda", 4)), tmp_path)
+        a, b = [runtime.group(f"in {pool.name}", pool.name, FACTORY) for pool in pools]
+        async with runtime:
+            assert await a.call_each(Worker.sees) == [(1, "")]
+            assert await b.call_each(Worker.sees) == [(2, "0,1"), (2, "2,3")]
 
     asyncio.run(main())
 
 
 def test_roles_of_one_pool_share_its_processes_and_a_factory_that_fails_is_the_callers(tmp_path: Path) -> None:
     async def main() -> None:
-        async with Processes(tmp_path) as runtime:
-            seats = place([ResourcePool("pool", 2)], Hardware(cores=2))
-            await runtime.start(seats)
-            began = time.monotonic()
-            policy = await runtime.group("policy", "pool", FACTORY)
-            critic = await runtime.group("critic", "pool", "tests/runtime/workers.py:Worker", replicas=2)
-            assert time.monotonic() - began < 5
+        runtime = Processes(place([ResourcePool("pool", 2)], Hardware(cores=2)), tmp_path)
+        with pytest.raises(RunError, match=r"no pool 'other'.*there are pool"):
+            runtime.group("policy", "other", FACTORY)
+        with pytest.raises(RunError, match="2 ranks are not whole runs of 3"):
+            runtime.group("policy", "pool", FACTORY, replicas=3)
+        policy = runtime.group("policy", "pool", FACTORY)
+        critic = runtime.group("critic", "pool", "tests/runtime/workers.py:Worker", replicas=2)
+        with pytest.raises(WorkerError, match=r"policy\.pid cannot be called: the runtime of pool 'pool' has not started"):
+            await policy.call(Worker.pid)
+        async with runtime:
             assert await policy.call_each(Worker.pid) == await critic.call_each(Worker.pid)
-            with pytest.raises(RegistryError, match="Wroker"):
-                await runtime.group("third", "pool", "tests.runtime.workers:Wroker")
-            with pytest.raises(TypeError, match="argument"):
-                await runtime.group("third", "pool", FACTORY, 1, 2, 3)
-            with pytest.raises(RunError, match=r"no pool 'other'.*there are pool"):
-                await runtime.group("third", "other", FACTORY)
-            with pytest.raises(RunError, match="2 ranks are not whole runs of 3"):
-                await runtime.group("third", "pool", FACTORY, replicas=3)
-            with pytest.raises(RunError, match="started once"):
-                await runtime.start(seats)
-            assert await policy.call_each(Worker.echo, 1) == [1, 1]
+            with pytest.raises(RunError, match="'third' comes too late"):
+                runtime.group("third", "pool", FACTORY)
+        with pytest.raises(RunError, match="was started before"):
+            await runtime.__aenter__()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "error"),
+    [("tests.runtime.workers:Wroker", (), RegistryError), (FACTORY, (1, 2, 3), TypeError)],
+    ids=["no such factory", "too many arguments"],
+)
+def test_a_factory_that_fails_is_the_callers_and_leaves_no_process(
+    tmp_path: Path, factory: str, arguments: tuple[int, ...], error: type[Exception]
+) -> None:
+    async def main() -> None:
+        runtime = Processes(place([ResourcePool("pool", 2)], Hardware(cores=2)), tmp_path)
+        first = runtime.group("first", "pool", FACTORY)
+        runtime.group("second", "pool", factory, *arguments)
+        with pytest.raises(error, match=r"Wroker|argument"):
+            await runtime.__aenter__()
+        assert not any(alive(process.pid) for process in first._pool._processes)
+        with pytest.raises(WorkerError, match="the runtime was closed"):
+            await first.call(Worker.pid)
 
     asyncio.run(main())
 
@@ -314,9 +330,9 @@ from tandem.runtime.process import Processes
 from tests.runtime.workers import Worker
 
 async def main():
-    async with Processes(Path(sys.argv[1])) as runtime:
-        await runtime.start(place([ResourcePool("pool", 2)], Hardware(2)))
-        group = await runtime.group("policy", "pool", "tests.runtime.workers:Worker")
+    runtime = Processes(place([ResourcePool("pool", 2)], Hardware(2)), Path(sys.argv[1]))
+    group = runtime.group("policy", "pool", "tests.runtime.workers:Worker")
+    async with runtime:
         print(*await group.call_each(Worker.pid), *await group.call_each(Worker.child), flush=True)
         if sys.argv[2] == "hang":
             await group.call(Worker.keep_the_interpreter)

@@ -39,9 +39,9 @@ async def fill(queue: MemoryQueue, lengths: list[int]) -> DataProto:
 def test_workers_fetch_their_rows_by_handle_and_write_columns(tmp_path: Path, lengths: list[int]) -> None:
     async def main() -> None:
         queue = MemoryQueue()
-        async with QueueServer(queue) as server, Processes(tmp_path) as runtime:
-            await runtime.start(place([ResourcePool("pool", 3)], Hardware(cores=3)))
-            group = await runtime.group("policy", "pool", "tests.runtime.workers:Worker", server.client())
+        server, runtime = QueueServer(queue), Processes(place([ResourcePool("pool", 3)], Hardware(cores=3)), tmp_path)
+        group = runtime.group("policy", "pool", "tests.runtime.workers:Worker", server.client())
+        async with server, runtime:
             rows = await fill(queue, lengths)
             lease = await queue.take(LEARNER, X, len(lengths))
             assert (await group.call(Worker.score, lease.ref))["rows"].value == len(lengths)
@@ -54,9 +54,9 @@ def test_workers_fetch_their_rows_by_handle_and_write_columns(tmp_path: Path, le
 def test_a_client_that_is_gone_takes_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         queue = MemoryQueue(MemoryQueueConfig(stall_limit_s=5))
-        async with QueueServer(queue) as server, Processes(tmp_path) as runtime:
-            await runtime.start(place([ResourcePool("pool", 1)], Hardware(cores=1)))
-            group = await runtime.group("policy", "pool", "tests.runtime.workers:Worker", server.client())
+        server, runtime = QueueServer(queue), Processes(place([ResourcePool("pool", 1)], Hardware(cores=1)), tmp_path)
+        group = runtime.group("policy", "pool", "tests.runtime.workers:Worker", server.client())
+        async with server, runtime:
             taking = asyncio.ensure_future(group.call(Worker.take, "x"))
             await asyncio.sleep(0.3)
             os.kill(await group.call(Worker.pid), signal.SIGKILL)

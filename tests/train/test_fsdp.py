@@ -55,15 +55,13 @@ class Pools:
 def _pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
     logs = tmp_path_factory.mktemp("logs")
     with asyncio.Runner() as runner:
-        runtime = Processes(logs, limit_s=60)
-
-        async def start() -> dict[int, ProcessGroup]:
-            sizes = (1, 2)
-            await runtime.start(place([ResourcePool(f"of-{size}", size) for size in sizes], Hardware(cores=sum(sizes))))
-            return {size: await runtime.group("policy", f"of-{size}", FACTORY, collectives=True) for size in sizes}
-
-        yield Pools(runner, runner.run(start()))
-        runner.run(runtime.close())
+        sizes = (1, 2)
+        seats = place([ResourcePool(f"of-{size}", size) for size in sizes], Hardware(cores=sum(sizes)))
+        runtime = Processes(seats, logs, limit_s=60)
+        groups = {size: runtime.group("policy", f"of-{size}", FACTORY, collectives=True) for size in sizes}
+        runner.run(runtime.__aenter__())
+        yield Pools(runner, groups)
+        runner.run(runtime.__aexit__(None, None, None))
 
 
 # ------------------------------------------------------------------------------------- how a batch comes to ranks
@@ -152,9 +150,9 @@ def test_two_ranks_train_as_one(pools: Pools, replicas: int, config: TrainConfig
 @pytest.mark.slow
 def test_four_ranks_in_two_copies_train_as_one(tmp_path: Path) -> None:
     async def main() -> list[Trained]:
-        async with Processes(tmp_path, limit_s=60) as runtime:
-            await runtime.start(place([ResourcePool("pool", 4)], Hardware(cores=4)))
-            group = await runtime.group("policy", "pool", FACTORY, collectives=True)
+        runtime = Processes(place([ResourcePool("pool", 4)], Hardware(cores=4)), tmp_path, limit_s=60)
+        group = runtime.group("policy", "pool", FACTORY, collectives=True)
+        async with runtime:
             await group.call_each(Trainer.make, tiny_decoder(), SGD, 2)
             steps = [[batch.select(rows) for rows in ([0], [], [5, 1], [2, 3, 4])] for batch in batches(5, 4)]
             return await group.call_each(Trainer.train, steps, GRPO)

@@ -14,7 +14,7 @@ import os
 import platform
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,33 +40,19 @@ _LOG_LINES, _LOG_BYTES = 15, 8 << 10
 
 
 class Processes:
-    """The process runtime, for the length of an `async with`. logs: a directory for one file a process.
+    """The process runtime, for the length of an `async with`. Groups are declared before, and their workers built as it begins.
 
-    limit_s: how long a call may wait while no rank answers; longer than the slowest step.
+    seats: as `placement.place` made them. logs: a directory for one file a process. limit_s: how long a call may wait while no
+    rank answers; longer than the slowest step.
     """
 
-    def __init__(self, logs: Path, *, limit_s: float = 600.0) -> None:
+    def __init__(self, seats: Sequence[Seat], logs: Path, *, limit_s: float = 600.0) -> None:
         self._logs = logs
-        self._limit_s = limit_s
-        self._pools: dict[str, _Pool] = {}
+        pools = {name: [seat for seat in seats if seat.pool == name] for name in dict.fromkeys(seat.pool for seat in seats)}
+        self._pools = {name: _Pool(name, its, logs, limit_s) for name, its in pools.items()}
+        self._declared: list[tuple[ProcessGroup, str, tuple[object, ...]]] = []
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.close()
-
-    async def start(self, seats: Sequence[Seat]) -> None:
-        """Starts the processes of new pools, as `placement.place` made their seats."""
-        with attempt(f"make the directory {self._logs}", self._logs):
-            self._logs.mkdir(parents=True, exist_ok=True)
-        for name in dict.fromkeys(seat.pool for seat in seats):
-            if name in self._pools:
-                raise RunError(f"pool {name!r} is there already; a pool is started once")
-            self._pools[name] = _Pool(name, self._logs, self._limit_s)
-            await self._pools[name].start([seat for seat in seats if seat.pool == name])
-
-    async def group(
+    def group(
         self, role: str, pool: str, factory: str, *arguments: object, replicas: int = 1, collectives: bool = False
     ) -> ProcessGroup:
         """A worker for `role` in every process of a pool, made there by `factory(rank, *arguments)`; arguments are pickled.
@@ -77,17 +63,32 @@ class Processes:
         if pool not in self._pools:
             raise RunError(f"there is no pool {pool!r} for role {role!r}; there are {', '.join(self._pools) or 'none'}")
         processes = self._pools[pool]
-        size = len(processes)
-        if collectives:
-            await processes.join()
-        builds = [Build(role, Rank(index, size, replicas), factory, arguments, collectives) for index in range(size)]
-        group = ProcessGroup(role, processes, checked(size, replicas), collectives)
-        await processes.order(f"building the workers of {role}", builds, stuck=collectives)
+        if processes.started:
+            raise RunError(f"role {role!r} comes too late: groups are declared before their runtime starts")
+        group = ProcessGroup(role, processes, checked(len(processes), replicas), collectives)
+        self._declared.append((group, factory, arguments))
         return group
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        """Starts every process and builds every worker, or leaves no process behind."""
+        with attempt(f"make the directory {self._logs}", self._logs):
+            self._logs.mkdir(parents=True, exist_ok=True)
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self._close)
+            for pool in self._pools.values():
+                await pool.start()
+            while self._declared:
+                group, factory, arguments = self._declared.pop(0)
+                await group.build(factory, arguments)
+            undo.pop_all()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
         """Ends every process, and waits until none is left."""
-        await asyncio.gather(*(pool.end("the runtime was closed") for pool in self._pools.values()))
+        await asyncio.gather(*(pool.end("the runtime was closed") for pool in self._pools.values() if pool.started))
 
 
 class ProcessGroup:
@@ -102,6 +103,14 @@ class ProcessGroup:
     @property
     def size(self) -> int:
         return len(self._pool)
+
+    async def build(self, factory: str, arguments: tuple[object, ...]) -> None:
+        """Makes the worker of each rank, in its process."""
+        if self._collectives:
+            await self._pool.join()
+        ranks = [Rank(index, self.size, self._replicas) for index in range(self.size)]
+        builds = [Build(self._role, rank, factory, arguments, self._collectives) for rank in ranks]
+        await self._pool.order(f"building the workers of {self._role}", builds, stuck=self._collectives)
 
     async def call(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
         name, dispatch, collect = registered(method)
@@ -141,25 +150,30 @@ class _Process:
 
 
 class _Pool:
-    """The processes of one pool, in the order of their ranks. Belongs to one event loop."""
+    """The processes of one pool, in the order of their ranks. Belongs to the event loop that starts it."""
 
-    def __init__(self, name: str, logs: Path, limit_s: float) -> None:
+    def __init__(self, name: str, seats: Sequence[Seat], logs: Path, limit_s: float) -> None:
+        self.started = False
         self._name = name
+        self._seats = tuple(seats)
         self._logs = logs
         self._store = logs / f".{name}-meets-{os.getpid()}"
         self._limit_s = limit_s
-        self._server: ForkServer = fork_server()
         self._processes: list[_Process] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why, when no process is left
         self._ending = False
         self._joined = False
 
     def __len__(self) -> int:
-        return len(self._processes)
+        return len(self._seats)
 
-    async def start(self, seats: Sequence[Seat]) -> None:
-        for seat in seats:
+    async def start(self) -> None:
+        if self.started:
+            raise RunError(f"pool {self._name!r} was started before; a runtime is for one `async with`")
+        self.started = True
+        self._server: ForkServer = fork_server()
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why, when no process is left
+        for seat in self._seats:
             path = self._logs / f"{self._name}-{seat.rank}.log"
             with ExitStack() as undo:
                 ours, theirs = pair()
@@ -186,6 +200,8 @@ class _Pool:
         stuck: a rank that waits for one that failed would wait for ever. Raises what a rank raised; WorkerError where a process
         died or the pool has ended; StalledError where no rank answers for the limit.
         """
+        if not self.started:
+            raise WorkerError(f"{what} cannot be called: the runtime of pool {self._name!r} has not started")
         if self._ended.done():
             raise WorkerError(f"{what} cannot be called: {self._ended.result()}")
         distinct = {id(order): order for order in orders}

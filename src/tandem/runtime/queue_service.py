@@ -30,30 +30,27 @@ _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
 
 class QueueServer:
-    """Serves a queue from the running event loop, to processes of the same user, until it is closed."""
+    """Serves a queue to processes of the same user from the running event loop, for the length of an `async with`."""
 
     def __init__(self, queue: TransferQueue) -> None:
         self._queue = queue
-        self._loop = asyncio.get_running_loop()
         self._sessions: set[_Session] = set()
         self.address = f"tandem-{os.getpid()}-{secrets.token_hex(8)}"  # of no file: it goes with the process
+
+    def client(self) -> QueueClient:
+        """A client to be sent to other processes; it connects where it is first used, while the queue is served."""
+        return QueueClient(self.address)
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         self._listener.bind(f"\0{self.address}")
         self._listener.listen()
         self._loop.add_reader(self._listener, self._accept)
-
-    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def client(self) -> QueueClient:
-        """A client to be sent to other processes; it connects where it is first used."""
-        return QueueClient(self.address)
-
-    def close(self) -> None:
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for session in self._sessions:
