@@ -93,8 +93,9 @@ class TrainEngine(Protocol):
 
         want, of a policy: "logprobs" (float32 [N], of each masked token given those before it in its row, 0 elsewhere),
         "entropy" and "sum_pi_squared" (likewise, of the distribution it was drawn from), "top_ids" and "top_logprobs" (int64
-        and float32 [N, top], the likeliest tokens at each masked place, likeliest first). Of a value model: "values" (float32
-        [N], of the state in which each masked token was chosen). Raises ColumnError for anything that the engine cannot give.
+        and float32 [N, top], the likeliest tokens at each masked place, likeliest first). Of one with an adapter also
+        "base_logprobs" (float32 [N], those with the adapter switched off). Of a value model: "values" (float32 [N], of the
+        state in which each masked token was chosen). Raises ColumnError for anything that the engine cannot give.
         """
         ...
 

@@ -19,6 +19,7 @@ from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
 from tandem.models.decoder import Decoder, init_decoder
+from tandem.models.lora import add_lora
 from tandem.models.values import VALUE_HEAD, ValueModel
 from tandem.ports import TrainEngine
 from tandem.train.config import TrainConfig
@@ -26,7 +27,7 @@ from tandem.train.fake import FakeTrainEngine
 from tandem.train.fsdp import FsdpConfig, fsdp_engine
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import Key, LossRef
-from tests.train.rows import TINY, VOCAB, make_rows, tiny_decoder
+from tests.train.rows import LORA, TINY, VOCAB, make_rows, tiny_decoder
 
 SFT = loss_ref(configure("sft"))
 GRPO = loss_ref(configure("grpo", {"kl_coef": 0.1}))
@@ -40,7 +41,7 @@ VALUE = loss_ref(configure("value"))
 @dataclass(frozen=True)
 class Subject:
     """An engine under test. output: what its model gives. loss: one that it is trained for, and a column that this reads.
-    supervised: one that goes down on any rows.
+    supervised: one that goes down on any rows. stranger: what the error about another model's state names.
     """
 
     build: Callable[..., TrainEngine]
@@ -48,6 +49,7 @@ class Subject:
     loss: LossRef = GRPO
     target: str = "advantages"
     supervised: LossRef = SFT
+    stranger: str = str(VOCAB + 1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> TrainEngine:
         return self.build(*args, **kwargs)
@@ -84,7 +86,18 @@ def make_values(config: TrainConfig = CONFIG, *, vocab: int = VOCAB) -> TrainEng
     return TorchEngine(model, config)
 
 
-POLICIES = {"torch": Subject(make_torch), "fsdp": Subject(make_fsdp), "fake": Subject(make_fake)}
+def make_lora(config: TrainConfig = CONFIG, *, vocab: int = VOCAB) -> TrainEngine:
+    decoder = make_decoder(vocab)
+    add_lora(decoder, LORA, 0)
+    return TorchEngine(decoder, config)
+
+
+POLICIES = {
+    "torch": Subject(make_torch),
+    "lora": Subject(make_lora, stranger="fingerprint"),
+    "fsdp": Subject(make_fsdp),
+    "fake": Subject(make_fake),
+}
 ALL = {**POLICIES, "values": Subject(make_values, "values", VALUE, "returns", loss_ref(configure("value", {"value_clip": None})))}
 
 
@@ -490,7 +503,7 @@ def test_load_refuses_other_models_and_broken_files(make: Subject, tmp_path: Pat
     with pytest.raises(SnapshotError, match="no training state"):
         engine.load(tmp_path / "nothing")
     make(vocab=VOCAB + 1).save(tmp_path / "other")
-    with pytest.raises(ModelError, match=str(VOCAB + 1)):
+    with pytest.raises(ModelError, match=make.stranger):
         engine.load(tmp_path / "other")
     engine.save(tmp_path / "mine")
     for path in (path for path in (tmp_path / "mine").rglob("*") if path.is_file()):

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from tandem.models import heads as output_heads
 from tandem.models import numerics
+from tandem.models.adapters import LoraConfig
 from tandem.models.decoder import Decoder, KVCache
+from tandem.models.lora import LoraLinear, add_lora
 from tandem.models.probe import probe
 from tandem.ports import WeightShard, WeightSource
 from tandem.rollout.native import NativeConfig, NativeEngine
@@ -27,6 +29,7 @@ from tests.laws.breaking import Breaker
 from tests.rollout.tiny import Answer, answer, decoder, engine, request, run, trainer_logprobs
 
 HEADS = [(4, 4), (4, 1), (6, 2), (9, 3)]
+LORA = LoraConfig(rank=5, alpha=10.0)
 TEMPERATURES = (0.5, 1.0, 2.0)
 Pairs = Sequence[tuple[GenerateRequest, Answer]]
 
@@ -81,6 +84,24 @@ def check(heads: tuple[int, int] = (4, 1), num_threads: int = 1, dtype: torch.dt
         assert_equal(model, pairs)
 
 
+def check_adapter(num_threads: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    """The same, of a model with an adapter that has learned something."""
+    with threads(num_threads):
+        model = decoder(4, 1, dtype=dtype)
+        asked = ragged(14, 12, 40, seed=4)
+        without = run(engine(model, slots=5), asked)
+        add_lora(model, LORA, 0)
+        at_first = run(engine(model, slots=5), asked)
+        assert [(one.tokens, one.logprobs) for one in at_first] == [(one.tokens, one.logprobs) for one in without]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(0))
+        adapted = run(engine(model, slots=5), asked)
+        assert [one.tokens for one in adapted] != [one.tokens for one in without]
+        assert_equal(model, list(zip(asked, adapted, strict=True)))
+
+
 def check_long() -> None:
     """A row of 700 tokens beside short ones that come and go: windows of several tiles."""
     model = decoder(4, 1)
@@ -133,6 +154,16 @@ def check_temperature() -> None:
 @pytest.mark.parametrize("heads", HEADS)
 def test_rollout_logprobs_are_the_trainers(heads: tuple[int, int], num_threads: int) -> None:
     check(heads, num_threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_rollout_logprobs_are_the_trainers_with_an_adapter(num_threads: int, dtype: torch.dtype) -> None:
+    with threads(num_threads):
+        probed = probe(decoder(4, 1).config, dtype, lambda model: add_lora(model, LORA, 0))
+    assert probed.exact or (dtype == torch.bfloat16 and probed.gap > 0)
+    if probed.exact:
+        check_adapter(num_threads, dtype)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -205,6 +236,11 @@ async def _stale_cache(self: NativeEngine, source: WeightSource, policy: PolicyR
     self._cache = cache
 
 
+def _adapter_in_training_only(self: LoraLinear, x: Tensor) -> Tensor:
+    return _LORA_LINEAR(self, x) if torch.is_grad_enabled() else self.base(x)
+
+
+_LORA_LINEAR = LoraLinear.__call__
 _TOKEN_LOGPROBS = output_heads.token_logprobs
 _LOAD_WEIGHTS = NativeEngine.load_weights
 
@@ -214,5 +250,6 @@ BREAKERS = [
     Breaker(5, "trainer-ignores-temperature", "tandem.models.heads:token_logprobs", _trainer_without_temperature, check),
     Breaker(5, "nobody-has-temperature", "tandem.models.heads:_divisor", _nobody_has_temperature, check_temperature),
     Breaker(5, "rows-move-without-cache", "tandem.models.decoder:KVCache.copy", _rows_move_without_their_cache, check),
+    Breaker(5, "adapter-in-training-only", "tandem.models.lora:LoraLinear.__call__", _adapter_in_training_only, check_adapter),
     Breaker(5, "stale-cache", "tandem.rollout.native:NativeEngine.load_weights", _stale_cache, check_new_weights),
 ]

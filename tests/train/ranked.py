@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem import device
 from tandem.data_proto import DataProto
 from tandem.errors import StalledError
+from tandem.models.adapters import trained
 from tandem.models.decoder import Decoder
 from tandem.ports import Collect, Dispatch, WeightLayout, WeightShard, register
 from tandem.runtime.placement import Rank
@@ -44,7 +45,7 @@ class Trainer:
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def make(self, decoder: Decoder, config: TrainConfig, replicas: int = 1, limit_s: float = 60.0) -> None:
-        decoder.requires_grad_()  # which does not travel with a tensor
+        trained(decoder, decoder.adapter)  # what wants a gradient does not travel with a tensor
         self.engine = fsdp_engine(decoder, config, FsdpConfig(replicas), device.select("cpu"), limit_s=limit_s)
 
     @register(Dispatch.BROADCAST, Collect.FIRST)

@@ -7,13 +7,16 @@ from torch import Tensor
 
 from tandem.algos.aggregation import Aggregation, loss_weights
 from tandem.data_proto import DataProto
+from tandem.models.adapters import LoraConfig
 from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
+from tandem.models.lora import add_lora
 from tandem.types import Key
 
 VOCAB = 16
 TINY = DecoderConfig(
     vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=128
 )
+LORA = LoraConfig(rank=3, alpha=6.0)
 
 
 def tiny_decoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -23,6 +26,18 @@ def tiny_decoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
         for parameter in decoder.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(5)
+    return decoder
+
+
+def tiny_lora(seed: int = 0, dtype: torch.dtype = torch.float32, config: LoraConfig = LORA, *, fresh: bool = False) -> Decoder:
+    """`tiny_decoder` with an adapter: one that has learned something, or one as it begins."""
+    decoder = tiny_decoder(seed, dtype)
+    add_lora(decoder, config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if "lora_B" in name and not fresh:
+                parameter.normal_(0.0, 0.1, generator=generator)
     return decoder
 
 

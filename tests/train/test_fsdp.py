@@ -18,7 +18,7 @@ from tandem.algos.columns import loss_ref
 from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.device import Hardware
-from tandem.errors import DeviceError, EmptyBatchError, NonFiniteError
+from tandem.errors import DeviceError, EmptyBatchError, ModelError, NonFiniteError
 from tandem.models.values import VALUE_HEAD, ValueModel
 from tandem.ports import WeightShard
 from tandem.runtime.placement import ResourcePool, place
@@ -27,7 +27,7 @@ from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import Key, Metrics
 from tests.train.ranked import Trained, Trainer, train, whole
-from tests.train.rows import TINY, make_rows, tiny_decoder
+from tests.train.rows import TINY, make_rows, tiny_decoder, tiny_lora
 
 FACTORY = "tests.train.ranked:Trainer"
 GRPO = loss_ref(configure("grpo", {"kl_coef": 0.1}))
@@ -231,6 +231,55 @@ def test_a_value_model_trains_on_ranks_of_which_one_holds_nothing_of_its_head(po
     pools.each(Trainer.make, model, SGD)
     pools.each(Trainer.load, tmp_path / "state")
     assert equal(whole(pools.weights()), after)
+
+
+# ---------------------------------------------------------------------------------------------------------- adapters
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_an_adapter_trains_on_two_ranks_as_on_one(pools: Pools, recomputed: bool) -> None:
+    config = replace(SGD, activation_checkpointing=recomputed)
+    want = train(TorchEngine(tiny_lora(), config), batches(5, 1), GRPO)
+    for split in (evenly, to_one):
+        pools.each(Trainer.make, tiny_lora(), config)
+        ranks = pools.each(Trainer.train, [split(batch) for batch in batches(5, 2)], GRPO)
+        assert_close(blocks(ranks, "gradient"), whole(want.gradient))
+        assert_close(blocks(ranks, "weights"), whole(want.weights))
+        assert all("lora" in spec.name for spec in ranks[0].layout.specs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logprobs_with_an_adapter_and_without_are_those_of_one_process_bit_for_bit(pools: Pools, dtype: torch.dtype) -> None:
+    batch, want = make_rows(LENGTHS), frozenset({"logprobs", "base_logprobs"})
+    alone = TorchEngine(tiny_lora(3, dtype), SGD).forward(batch, want)
+    base = TorchEngine(tiny_decoder(3, dtype), SGD).forward(batch, frozenset({"logprobs"}))
+    pools.each(Trainer.make, tiny_lora(3, dtype), SGD)
+    got = DataProto.concat(pools.each(Trainer.score, unevenly(batch), want)).by_keys(batch.keys)
+    assert torch.equal(got["logprobs"], alone["logprobs"])
+    assert torch.equal(got["base_logprobs"], base["logprobs"])
+    assert not torch.equal(alone["logprobs"], base["logprobs"])
+    pools.each(Trainer.train, [evenly(weighted(batch, 2))], GRPO)
+    after = DataProto.concat(pools.each(Trainer.score, evenly(batch), want)).by_keys(batch.keys)
+    assert torch.equal(after["base_logprobs"], base["logprobs"])
+    assert not torch.equal(after["logprobs"], alone["logprobs"])
+
+
+def test_an_adapter_that_two_ranks_saved_goes_on_there_and_on_one(pools: Pools, tmp_path: Path) -> None:
+    pools.each(Trainer.make, tiny_lora(), SGD)
+    pools.each(Trainer.train, [evenly(batch) for batch in batches(2, 2)], GRPO)
+    pools.each(Trainer.save, tmp_path / "state")
+    want = blocks(pools.each(Trainer.train, [evenly(batch) for batch in batches(2, 2)], GRPO), "weights")
+
+    pools.each(Trainer.make, tiny_lora(fresh=True), SGD)
+    pools.each(Trainer.load, tmp_path / "state")
+    assert equal(blocks(pools.each(Trainer.train, [evenly(batch) for batch in batches(2, 2)], GRPO), "weights"), want)
+    pools.each(Trainer.make, tiny_lora(fresh=True), SGD, 1, ranks=1)
+    pools.each(Trainer.load, tmp_path / "state", ranks=1)
+    alone = [[batch] for batch in batches(2, 1)]
+    assert_close(blocks(pools.each(Trainer.train, alone, GRPO, ranks=1), "weights"), want)
+    pools.each(Trainer.make, tiny_lora(9), SGD)
+    with pytest.raises(ModelError, match="fingerprint"):
+        pools.each(Trainer.load, tmp_path / "state")
 
 
 # -------------------------------------------------------------------------------------------- what one rank runs into

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from tandem.errors import EngineError
 from tandem.models import numerics
+from tandem.models.adapters import Adapter
 from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
 
 
@@ -80,20 +81,23 @@ class Linear(NamedTuple):
         return numerics.linear(x, self.weight, self.bias)
 
 
+Product = Callable[[Tensor], Tensor]  # [M, inputs] -> [M, outputs]: a Linear, or one with an adapter
+
+
 class LayerWeights(NamedTuple):
     """One layer: projections in the compute dtype; norms in float32, rounded to it."""
 
     attention_norm: Tensor
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
+    q: Product
+    k: Product
+    v: Product
+    o: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
     mlp_norm: Tensor
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: Product
+    up: Product
+    down: Product
 
 
 # (layer, queries [M, H, d], keys [M, K, d], values [M, K * d]) -> [M, H * d]
@@ -219,6 +223,7 @@ class Decoder(nn.Module):
     """See the module's docstring. config: the shape; dtype: the compute dtype (parameters stay float32).
 
     recompute: of a layer only the input is kept for the backward pass, which computes the rest again, the same bits.
+    adapter: of which all but its parameters are frozen, if there is one; lora.py puts it in.
     """
 
     cos: Tensor
@@ -228,6 +233,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.recompute = False
+        self.adapter: Adapter | None = None
         self.model = _Model(config, dtype)
         self.lm_head = None if config.tie_embeddings else Projection(config.hidden_size, config.vocab_size, False)
         exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
@@ -240,6 +246,17 @@ class Decoder(nn.Module):
     def tied(self) -> dict[str, str]:
         """Weights that have no storage of their own: name -> the one that has it."""
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.lm_head is None else {}
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The parts that a sharded model gathers one by one, and that an adapter is put into."""
+        return list(self.model.layers)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every weight that is not tied by its Hugging Face name, what an adapter adds included."""
+        if self.adapter is not None:
+            return self.adapter.merged()
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     @property
     def output_weight(self) -> Tensor:

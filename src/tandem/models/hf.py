@@ -100,7 +100,7 @@ def save_decoder(decoder: Decoder, path: Path, eos_id: int | None = None) -> Non
     if isinstance(decoder, ValueModel):
         classifier = ARCHITECTURES[config["model_type"]].replace("ForCausalLM", "ForSequenceClassification")
         config |= {"architectures": [classifier], "id2label": {"0": "value"}, "label2id": {"value": 0}, "pad_token_id": eos_id}
-    tensors = {name: parameter.detach().contiguous() for name, parameter in decoder.named_parameters()}
+    tensors = {name: weight.contiguous() for name, weight in decoder.weights().items()}
     with attempt(f"write the model to {path}", path):
         path.mkdir(parents=True, exist_ok=True)
         try:

@@ -9,7 +9,7 @@ show in the last bit: a fresh or a nearly dead model would hide differences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,16 +47,16 @@ class ProbeResult:
         return f"tolerance {TOLERANCE:.0e}".replace("e-0", "e-") if self.gap <= TOLERANCE else f"measured gap {self.gap:.1e}"
 
 
-def probe(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> ProbeResult:
+def probe(config: DecoderConfig, dtype: torch.dtype = torch.float32, adapt: Callable[[Decoder], None] | None = None) -> ProbeResult:
     """Compares a training forward with the same tokens in other company, under the current thread count.
 
-    config: the run's model; dtype: its compute dtype.
+    config: the run's model; dtype: its compute dtype; adapt: puts the run's adapter into a model, if it has one.
     """
     length = min(config.max_positions, LENGTH)
     rows = max(3, 2 * GRAIN // (length * config.hidden_size) | 1)  # enough for torch to share a tensor between threads
     smaller = {"num_layers": 2, "vocab_size": WORDS, "max_positions": length}
     shape = replace(config, **{name: min(getattr(config, name), size) for name, size in smaller.items()})
-    decoder = _loud_decoder(shape, dtype)
+    decoder = _loud_decoder(shape, dtype, adapt)
     tokens = torch.randint(shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
     targets, temperatures = tokens.roll(-1, 1), torch.tensor([0.5, 1.0, 2.0])[torch.arange(rows) % 3]
     with torch.enable_grad():
@@ -75,8 +75,10 @@ def probe(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> ProbeRes
     return ProbeResult(differing == 0, gap, positions, dtype, torch.get_num_threads(), note)
 
 
-def _loud_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
+def _loud_decoder(config: DecoderConfig, dtype: torch.dtype, adapt: Callable[[Decoder], None] | None) -> Decoder:
     decoder = Decoder(config, dtype)
+    if adapt is not None:
+        adapt(decoder)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in decoder.parameters():

@@ -77,7 +77,7 @@ class Shards:
         self._mesh = mesh
         compute = None if decoder.dtype == torch.float32 else decoder.dtype
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for layer in decoder.model.layers:
+        for layer in decoder.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         self._root = fully_shard(_Root(decoder), mesh=mesh)
 

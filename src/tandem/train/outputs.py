@@ -20,13 +20,15 @@ from tandem.models.heads import row_logprobs, row_sum_pi_squared, row_top, row_v
 from tandem.models.values import ValueModel
 
 _POLICY = frozenset({"logprobs", "entropy", "sum_pi_squared", "top_ids", "top_logprobs"})
+_BASE = frozenset({"base_logprobs"})
 _VALUES = frozenset({"values"})
 _AT_TOPK = "at_topk"  # [N, K], of the tokens that column TOPK_IDS names
 
 
 def gives(model: Decoder) -> frozenset[str]:
     """The outputs that may be asked of this model; see ports.TrainEngine.forward."""
-    return _VALUES if isinstance(model, ValueModel) else _POLICY
+    policy = _POLICY if model.adapter is None else _POLICY | _BASE
+    return _VALUES if isinstance(model, ValueModel) else policy
 
 
 def given(model: Decoder, part: DataProto, want: frozenset[str], top: int = 0) -> dict[str, Tensor]:
@@ -41,6 +43,9 @@ def given(model: Decoder, part: DataProto, want: frozenset[str], top: int = 0) -
         logprobs, entropy = row_logprobs(model, *padded, "entropy" in want, wide)
         found |= {"logprobs": logprobs[..., 0], _AT_TOPK: logprobs[..., 1:]}
         found |= {} if entropy is None else {"entropy": entropy}
+    if "base_logprobs" in want and model.adapter is not None:
+        with torch.no_grad(), model.adapter.switched_off():
+            found["base_logprobs"], _ = row_logprobs(model, *padded)
     if "sum_pi_squared" in want:
         found["sum_pi_squared"] = row_sum_pi_squared(model, *padded)
     if want & {"top_ids", "top_logprobs"}:

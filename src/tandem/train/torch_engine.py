@@ -29,6 +29,7 @@ from tandem.data_proto import DataProto
 from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
 from tandem.faults import crash_point
+from tandem.models.adapters import trained
 from tandem.models.decoder import Decoder
 from tandem.ports import Place, WeightLayout, WeightShard, WeightSpec
 from tandem.train import outputs
@@ -52,7 +53,7 @@ class TorchEngine:
         self.config = config
         self._ranks: Ranks = ranks or OneRank(decoder)
         decoder.recompute = config.activation_checkpointing
-        self._parameters = dict(decoder.named_parameters())
+        self._parameters = trained(decoder, decoder.adapter)
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=config.lr,
@@ -202,6 +203,11 @@ class TorchEngine:
             raise EngineError("a gradient is pending and belongs to the optimiser as it is: step first")
         self._optimizer.state.clear()
 
+    @property
+    def _base(self) -> str | None:
+        """Of the weights that are frozen, if some are."""
+        return self.decoder.adapter.base if self.decoder.adapter is not None else None
+
     def _bad_gradient(self) -> str:
         for name, parameter in self._parameters.items():
             here = None if parameter.grad is None else self._ranks.part(parameter.grad)
@@ -221,18 +227,18 @@ class TorchEngine:
     # -------------------------------------------------------------------------------------------- weights
 
     def layout(self) -> WeightLayout:
-        """Every weight, whole; a tied output layer is listed with the name that owns it."""
+        """Every weight that is trained, whole; a tied output layer is listed with the name that owns it."""
         specs = [
             WeightSpec(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
             for name, parameter in self._parameters.items()
         ]
         owners = {spec.name: spec for spec in specs}
-        for name, owner in self.decoder.tied.items():
+        for name, owner in self.decoder.tied.items() if self.decoder.adapter is None else ():
             specs.append(WeightSpec(name, owners[owner].shape, owners[owner].dtype, tied_to=owner))
         return WeightLayout(tuple(specs), self._ranks.replicas, self._ranks.replica)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What this rank holds of each weight, without a copy: all of it, where it is alone."""
+        """What this rank holds of each weight that is trained, without a copy: all of it, where it is alone."""
         for name, parameter in self._parameters.items():
             here = self._ranks.part(parameter)
             if here is not None:
@@ -246,6 +252,7 @@ class TorchEngine:
     def save(self, path: Path) -> None:
         """Weights, optimiser state by parameter name, counters, in the directory `path`, which is made.
 
+        Of a model with an adapter the weights are the adapter's, and a fingerprint stands for those that it goes with.
         Raises EngineError while a gradient is pending, SnapshotError where the files cannot be written.
         """
         if self._pending:
@@ -256,7 +263,7 @@ class TorchEngine:
             for name, parameter in self._parameters.items()
             for field, value in self._optimizer.state[parameter].items()
         }
-        counters = {"format": _FORMAT, "updates": self._updates, "refused": self._refused}
+        counters = {"format": _FORMAT, "updates": self._updates, "refused": self._refused, "base": self._base}
         with self._ranks.meeting("save"), attempt(f"write the training state to {path}", path):
             path.mkdir(parents=True, exist_ok=True)
             self._ranks.write(path / _MODEL, weights)
@@ -273,10 +280,10 @@ class TorchEngine:
         """
         with _readable(path):
             theirs, fields = self._ranks.shapes(path / _MODEL), self._ranks.shapes(path / _OPTIMIZER)
-            counters = cast("dict[str, int]", json.loads((path / _STATE).read_text()))
-            counted = counters["format"], counters["updates"], counters["refused"]
-        if counted[0] != _FORMAT:
-            raise SnapshotError(f"{path} has format {counted[0]} and this version reads {_FORMAT}: use the version that wrote it")
+            counters = cast("dict[str, Any]", json.loads((path / _STATE).read_text()))
+            written, updates, refused = (int(counters[name]) for name in ("format", "updates", "refused"))
+        if written != _FORMAT:
+            raise SnapshotError(f"{path} has format {written} and this version reads {_FORMAT}: use the version that wrote it")
         mine = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         if mine != theirs:
             differ = sorted({name for name, _ in mine.items() ^ theirs.items()})
@@ -284,6 +291,11 @@ class TorchEngine:
             raise ModelError(
                 f"{path} is the state of another model: {len(differ)} weights differ, the first is {first}, "
                 f"{mine.get(first, 'absent')} here and {theirs.get(first, 'absent')} there"
+            )
+        if (base := counters.get("base")) != self._base:
+            raise ModelError(
+                f"{path} is the state of an adapter of another model: its frozen weights have the fingerprint {base}, and these "
+                f"{self._base}; begin with the model.path that it was trained beside"
             )
         owners = {key: self._parameters[key.partition("/")[2]] for key in fields}
         like = {key: owner if fields[key] == owner.shape else torch.empty(fields[key]) for key, owner in owners.items()}
@@ -299,7 +311,7 @@ class TorchEngine:
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
         self._clear()
-        _, self._updates, self._refused = counted
+        self._updates, self._refused = updates, refused
 
 
 class _PassLoss(NamedTuple):

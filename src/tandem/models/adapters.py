@@ -1,0 +1,65 @@
+"""What an adapter is to the rest of the system: weights beside a frozen model, which alone are trained and can be switched off.
+
+lora.py makes one, and needs the package `peft`; this file needs nothing, so that everything else can speak of adapters.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adaptation (arXiv 2106.09685): a weight W acts as W + alpha / rank * B A, and A and B alone are trained.
+
+    targets: names of projections, such as q_proj, that get one, in every layer that has it; none stands for every projection
+    of the layers. There is no dropout: the policy that is trained is the one that sampled.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, got {self.rank}")
+        if not self.alpha > 0:
+            raise ValueError(f"alpha must be positive, got {self.alpha}")
+
+
+class Adapter(Protocol):
+    """Of one model. names: its parameters in that model. base: fingerprint of the weights that it was put beside."""
+
+    @property
+    def config(self) -> LoraConfig: ...
+    @property
+    def names(self) -> frozenset[str]: ...
+    @property
+    def base(self) -> str: ...
+
+    def switched_off(self) -> AbstractContextManager[None]:
+        """Within, the model is the frozen one, bit for bit."""
+        ...
+
+    def merged(self) -> dict[str, Tensor]:
+        """Each weight of the model by its Hugging Face name, with what the adapter adds to it."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """In PEFT's format, into a directory that exists. Raises OSError."""
+        ...
+
+
+def trained(model: nn.Module, adapter: Adapter | None) -> dict[str, nn.Parameter]:
+    """What an optimiser is for: the adapter's parameters, where there is one, or else all. The others want no gradient."""
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(adapter is None or name in adapter.names)
+        if parameter.requires_grad:
+            found[name] = parameter
+    return found
