@@ -197,11 +197,15 @@ class Consumer:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Rows handed to one consumer until they are acknowledged."""
+    """Rows handed to one consumer until it acknowledges them, or gives them back.
+
+    lent: they are to come back with columns that they lack, so that to others their groups are incomplete, and not gone.
+    """
 
     id: int
     consumer: Consumer
     ref: BatchRef
+    lent: bool = False
 
 
 class TransferQueue(Protocol):
@@ -222,12 +226,20 @@ class TransferQueue(Protocol):
         """Adds columns to rows that are there, joined by key."""
         ...
 
-    async def take(self, consumer: Consumer, columns: frozenset[str], n: int, *, window: int = 0) -> Lease:
+    async def take(
+        self, consumer: Consumer, columns: frozenset[str], n: int, *, window: int = 0, lacking: frozenset[str] = frozenset()
+    ) -> Lease:
         """Waits for `n` whole groups that have `columns`, oldest admission first, and leases them.
 
         window: how many incomplete groups older than a taken one may be passed over; 0 is strict admission order.
+        lacking: lends groups, for a stage that writes these columns and gives the groups back with `release`: those that lack one
+        of them in some row, as soon as there is one and at most `n`, whatever is incomplete before them.
         Rows of a lease are in key order. Raises StalledError when nothing moves for the queue's limit.
         """
+        ...
+
+    async def release(self, lease: Lease) -> None:
+        """The rows are not consumed and are offered again. Raises QueueError for a lease that is void."""
         ...
 
     async def get(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:

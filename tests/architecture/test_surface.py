@@ -16,7 +16,7 @@ PORTS = {
     "TrainEngine": "evaluate forward forward_backward layout load place reset_optimizer save step weight_shards",
     "RolloutEngine": "abort capabilities close generate load_weights pause place policy resume",
     "CheckpointEngine": "connect publish",
-    "TransferQueue": "ack commit drop get metrics put reserve restore save take write",
+    "TransferQueue": "ack commit drop get metrics put release reserve restore save take write",
     "Renderer": "demonstration following opening stop_ids text",
     "LLM": "chat complete samples",
     "AgentLoop": "__call__",

@@ -197,6 +197,70 @@ def test_leased_rows_are_offered_to_nobody_else_and_acknowledged_once(make: Make
     run(scenario())
 
 
+def test_a_stage_is_lent_what_lacks_its_columns_and_gives_it_back(make: Make) -> None:
+    async def scenario() -> None:
+        queue, stage, score = make(), Consumer("stage"), frozenset({"score"})
+        await fill(queue, range(4))
+        await queue.reserve(GroupKey("train", 4), 2)
+        await queue.put(rows(key(4, 0)))
+        await queue.write(rows(key(1, 0), key(1, 1), key(2, 1), score=1.0))
+        lent = await queue.take(stage, TOKENS, 2, lacking=score)
+        assert [k.ordinal for k in lent.ref.groups] == [0, 2]  # 1 has it, and of 2 a part is missing
+        assert [k.ordinal for k in (await queue.take(stage, TOKENS, 5, lacking=score)).ref.groups] == [3]  # and 4 is not filled
+        with pytest.raises(StalledError, match=r"'stage'.*lack score"):
+            await queue.take(stage, TOKENS, 1, lacking=score)
+        await queue.write(rows(key(0, 0), key(0, 1), key(2, 0), score=2.0))
+        with pytest.raises(StalledError):
+            await queue.take(LEARNER, TOKENS | score, 1)  # strict order: 0 is out, and will come back
+        assert (await queue.take(LEARNER, TOKENS | score, 1, window=1)).ref.groups == (GroupKey("train", 1),)
+        await queue.release(lent)
+        with pytest.raises(QueueError, match="void"):
+            await queue.release(lent)
+        lease = await queue.take(LEARNER, TOKENS | score, 2)
+        assert [k.ordinal for k in lease.ref.groups] == [0, 2]
+        assert (await queue.get(lease.ref.keys, score))["score"].tolist() == [2, 2, 2, 1]
+        with pytest.raises(QueueError, match="asks for 0"):
+            await queue.take(stage, TOKENS, 0, lacking=score)
+
+    run(scenario())
+
+
+def test_what_was_lent_when_a_snapshot_was_saved_is_lent_again(make: Make, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        queue, score = make(), frozenset({"score"})
+        await fill(queue, range(1))
+        lent = await queue.take(Consumer("stage"), TOKENS, 1, lacking=score)
+        await queue.save(tmp_path / "queue")
+        resumed = make()
+        await resumed.restore("s1", tmp_path / "queue")
+        again = await resumed.take(Consumer("stage", 1), TOKENS, 1, lacking=score)
+        assert again.ref.keys == lent.ref.keys
+
+    run(scenario())
+
+
+def test_a_stage_that_waits_is_woken_by_what_is_put(make: Make) -> None:
+    async def scenario() -> None:
+        queue = make()
+        await fill(queue, range(1))
+        await queue.write(rows(key(0, 0), key(0, 1), score=1.0))
+
+        async def lent() -> list[int]:
+            while True:
+                try:
+                    lease = await queue.take(Consumer("stage"), TOKENS, 9, lacking=frozenset({"score"}))
+                except StalledError:
+                    await asyncio.sleep(0)  # the fake never waits
+                else:
+                    return [k.ordinal for k in lease.ref.groups]
+
+        waiting = asyncio.create_task(lent())
+        await fill(queue, range(1, 2))
+        assert await waiting == [1]
+
+    run(scenario())
+
+
 def test_a_newer_incarnation_voids_the_leases_of_the_older(make: Make) -> None:
     async def scenario() -> None:
         queue = make()

@@ -12,17 +12,19 @@ from hypothesis import given
 
 from tandem.errors import PlanError
 from tandem.trainer.plan import BatchStage, Plan, plan
-from tandem.types import BatchRef, Key, Metrics, Stage
+from tandem.types import BatchRef, Key, Metrics, Scope, Stage, WeightUse
 
 
-def stage(name: str, needs: str, gives: str, *, honest: bool = True) -> BatchStage:
+def stage(
+    name: str, needs: str, gives: str, scope: Scope = "batch", weights: WeightUse = "none", *, honest: bool = True
+) -> BatchStage:
     """Needs and gives: one-letter columns."""
 
     async def run(batch: BatchRef) -> tuple[BatchRef, Metrics]:
         assert set(needs) <= batch.columns
         return replace(batch, columns=batch.columns | set(gives if honest else "")), Metrics.sum({f"ran/{name}": 1})
 
-    return Stage(name, frozenset(needs), frozenset(gives), run, "batch")
+    return Stage(name, frozenset(needs), frozenset(gives), run, scope, weights)
 
 
 @st.composite
@@ -83,3 +85,22 @@ def test_a_stage_that_does_not_keep_its_promise_is_caught() -> None:
     made = Plan((stage("liar", "t", "x", honest=False),))
     with pytest.raises(PlanError, match="'liar' promised"):
         asyncio.run(made.run(BatchRef((Key("train", 0),), frozenset("t"), (1,), (None,))))
+
+
+def test_what_needs_no_batch_and_no_current_weights_is_split_off() -> None:
+    """A reference, what depends on it alone, and a group's own sums run ahead; a policy, a batch and what needs them do not."""
+    made = plan(
+        "fgh",
+        "ab",
+        [
+            stage("reference", "a", "c", "row", "frozen"),
+            stage("policy", "a", "d", "row", "current"),
+            stage("kl", "bc", "e", "group"),
+            stage("ratio", "d", "f", "row"),
+            stage("whitened", "e", "g"),
+            stage("late", "g", "h", "row", "frozen"),
+        ],
+    )
+    ahead, rest = made.split()
+    assert (str(ahead), str(rest)) == ("reference -> kl", "policy -> ratio -> whitened -> late")
+    assert (ahead.gives, ahead.reads, rest.reads) == ({"c", "e"}, made.reads, made.reads)

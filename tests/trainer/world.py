@@ -23,7 +23,7 @@ from tandem.ports import AgentLoop, Dataset, Place, Reply, WeightLayout, WeightS
 from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
 from tandem.runtime.inline import InlineGroup
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
-from tandem.trainer.plan import Plan, plan
+from tandem.trainer.plan import BatchStage, Plan, plan
 from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutConfig, RolloutSource
 from tandem.trainer.stages import advantages, derived, model_outputs, resample
@@ -215,9 +215,10 @@ def world(
     policy: PolicyRef | None = None,
     stall_limit_s: float = 5.0,
     components: Sequence[str] = (),
+    ahead: Callable[[MemoryQueue], BatchStage] | None = None,
     **sampling: Any,
 ) -> World:
-    """GRPO on groups of 4 in batches of 3, with what a test wants otherwise."""
+    """GRPO on groups of 4 in batches of 3, with what a test wants otherwise. ahead: a stage that runs before the batch is whole."""
     queue = MemoryQueue(MemoryQueueConfig(stall_limit_s=stall_limit_s))
     engine, rollout, rewarded = TableEngine(), TableRollout(), FunctionReward(reward)
     chosen = configure(algorithm, params)
@@ -244,6 +245,7 @@ def world(
         policy=policy or PolicyRef(),
         reads=planned.reads,
         components=components,
+        ahead=Plan(() if ahead is None else (ahead(queue),)),
     )
     return World(
         queue,

@@ -5,7 +5,7 @@ method checks first and changes afterwards, so that a call that raises has chang
 
 Life of a group:   reserve -> open places -> put or drop each -> complete -> lease -> ack (gone)
                                                                       ^        |
-                                                                      `- void -'  (newer incarnation, restore)
+                                                                      `- void -'  (newer incarnation, restore, release)
 
 Invariants: ordinals of a space are reserved in rising order and never twice, so a row that is gone cannot come back
 except by `restore`; a group is in at most one lease; `_blocks` names exactly the rows that are there.
@@ -17,6 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -160,8 +161,19 @@ class Ledger:
     def lease(self, consumer: Consumer, columns: frozenset[str], n: int, window: int) -> Lease | None:
         """The `n` oldest whole groups that have `columns`, or None while there are not so many."""
         ready = self._ready(columns, n, window)
-        if ready is None:
-            return None
+        return None if ready is None else self._leased(consumer, ready)
+
+    def lend(self, consumer: Consumer, columns: frozenset[str], lacking: frozenset[str], n: int) -> Lease | None:
+        """The oldest whole groups, at most `n`, that have `columns` and lack some of `lacking`, or None while there is none."""
+        ready = (
+            key
+            for key, group in self._groups.items()
+            if group.lease is None and self._complete(group, columns) and not self._complete(group, lacking)
+        )
+        found = set(islice(ready, n))
+        return self._leased(consumer, found, lent=True) if found else None
+
+    def _leased(self, consumer: Consumer, ready: set[GroupKey], *, lent: bool = False) -> Lease:
         keys = sorted(key for group in ready for key in self._groups[group].rows)
         blocks = self._blocks_of(keys)
         common = frozenset[str].intersection(*(block.columns for block in blocks))
@@ -169,7 +181,7 @@ class Ledger:
         if all(block.columns == common for block in blocks):
             self._store([rows])  # from here on, reading the lease's rows copies nothing
             self._store(block.by_keys(rest) for block in blocks if (rest := [key for key in block.keys if key.group not in ready]))
-        lease = Lease(self._next_lease, consumer, rows.ref())
+        lease = Lease(self._next_lease, consumer, rows.ref(), lent)
         self._next_lease += 1
         self._leases[lease.id] = lease
         for group in ready:
@@ -180,9 +192,9 @@ class Ledger:
         ready: set[GroupKey] = set()
         passed = 0
         for key, group in self._groups.items():
-            if group.lease is not None:
+            if group.lease is not None and not self._leases[group.lease].lent:
                 continue
-            if self._complete(group, columns):
+            if group.lease is None and self._complete(group, columns):
                 ready.add(key)
                 if len(ready) == n:
                     return ready
@@ -195,17 +207,24 @@ class Ledger:
     def _complete(self, group: _Group, columns: frozenset[str]) -> bool:
         return not group.open and all(columns <= self._blocks[key].columns for key in group.rows)
 
+    def release(self, lease: Lease) -> None:
+        self._check_held(lease)
+        self._release(lease)
+
     def ack(self, lease: Lease) -> None:
-        if self._leases.get(lease.id) != lease:
-            raise QueueError(
-                f"lease {lease.id} of consumer {lease.consumer.name!r} (incarnation {lease.consumer.incarnation}) is void: "
-                f"it was acknowledged before, a newer incarnation took over, or the queue was restored"
-            )
+        self._check_held(lease)
         groups = [key for key, group in self._groups.items() if group.lease == lease.id]
         self._forget({row for key in groups for row in self._groups[key].rows})
         for key in groups:
             del self._groups[key]
         del self._leases[lease.id]
+
+    def _check_held(self, lease: Lease) -> None:
+        if self._leases.get(lease.id) != lease:
+            raise QueueError(
+                f"lease {lease.id} of consumer {lease.consumer.name!r} (incarnation {lease.consumer.incarnation}) is void: "
+                f"it was acknowledged or released before, a newer incarnation took over, or the queue was restored"
+            )
 
     def _release(self, lease: Lease) -> None:
         del self._leases[lease.id]

@@ -64,7 +64,9 @@ class MemoryQueue:
         async with self._changing():
             self._ledger.write(rows)
 
-    async def take(self, consumer: Consumer, columns: frozenset[str], n: int, *, window: int = 0) -> Lease:
+    async def take(
+        self, consumer: Consumer, columns: frozenset[str], n: int, *, window: int = 0, lacking: frozenset[str] = frozenset()
+    ) -> Lease:
         if not 1 <= n <= self._config.max_groups:
             raise QueueError(f"consumer {consumer.name!r} asks for {n} groups of a queue that holds {self._config.max_groups}")
         if window < 0:
@@ -72,17 +74,22 @@ class MemoryQueue:
 
         def lease() -> Lease | None:
             self._ledger.fence(consumer)
+            if lacking:
+                return self._ledger.lend(consumer, columns, lacking, n)
             return self._ledger.lease(consumer, columns, n, window)
 
+        def who() -> str:
+            wanted = f"{n} whole groups with columns {', '.join(sorted(columns))}"
+            if lacking:
+                wanted = f"whole groups that lack {' or '.join(sorted(lacking))}"
+            return f"consumer {consumer.name!r} (incarnation {consumer.incarnation}) waits for {wanted}"
+
         async with self._changing():
-            return await self._wait(
-                lease,
-                lambda: (
-                    f"consumer {consumer.name!r} (incarnation {consumer.incarnation}) waits for {n} whole groups "
-                    f"with columns {', '.join(sorted(columns))}"
-                ),
-                columns,
-            )
+            return await self._wait(lease, who, columns)
+
+    async def release(self, lease: Lease) -> None:
+        async with self._changing():
+            self._ledger.release(lease)
 
     async def get(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
         return self._ledger.get(keys, columns)

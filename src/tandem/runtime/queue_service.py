@@ -123,8 +123,13 @@ class QueueClient:
     async def write(self, rows: DataProto) -> None:
         await self._call("write", rows)
 
-    async def take(self, consumer: Consumer, columns: frozenset[str], n: int, *, window: int = 0) -> Lease:
-        return await self._call("take", consumer, columns, n, window=window)
+    async def take(
+        self, consumer: Consumer, columns: frozenset[str], n: int, *, window: int = 0, lacking: frozenset[str] = frozenset()
+    ) -> Lease:
+        return await self._call("take", consumer, columns, n, window=window, lacking=lacking)
+
+    async def release(self, lease: Lease) -> None:
+        await self._call("release", lease)
 
     async def get(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
         return await self._call("get", keys, columns)

@@ -11,23 +11,31 @@ from tandem.trainer.gate import Gate
 from tandem.trainer.schedule import Schedule
 from tandem.types import BatchRef, GroupKey, Json, Metrics, PolicyRef
 
-_ROW = frozenset({"tokens", "mask"})
-
 
 class Intake:
     """Admits groups of `space` into the queue and takes batches of `groups_per_step` out of it, one at a time.
+
+    columns: what rows must have to be taken.
 
     The gate opens when a batch is asked for and not when the last one is trained on: in sync mode nothing is under way
     while a snapshot is written or the policy is evaluated.
     """
 
-    def __init__(self, queue: TransferQueue, space: str, groups_per_step: int, schedule: Schedule, policy: PolicyRef) -> None:
+    def __init__(
+        self,
+        queue: TransferQueue,
+        space: str,
+        groups_per_step: int,
+        schedule: Schedule,
+        policy: PolicyRef,
+        columns: frozenset[str] = frozenset({"tokens", "mask"}),
+    ) -> None:
         schedule.check_runnable()
         self.policy = policy
         self._queue = queue
         self.space = space
         self._groups_per_step = groups_per_step
-        self._schedule = schedule
+        self._schedule, self._columns = schedule, columns
         self._gate = Gate(groups_per_step, schedule.staleness, policy.version)
         self._next = 0
         self._lease: Lease | None = None
@@ -63,7 +71,7 @@ class Intake:
     async def take(self) -> Lease:
         """The next batch. Raises StalledError, by the queue's limit, or StalenessError."""
         consumer = Consumer("learner", self.policy.incarnation)
-        lease = await self._queue.take(consumer, _ROW, self._groups_per_step, window=self._schedule.window)
+        lease = await self._queue.take(consumer, self._columns, self._groups_per_step, window=self._schedule.window)
         for key, policy in zip(lease.ref.keys, lease.ref.policies, strict=True):
             if policy is not None and self.policy.version - policy.version > self._schedule.worst_age:
                 raise StalenessError(

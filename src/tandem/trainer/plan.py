@@ -2,14 +2,15 @@
 
     plan(needs={"advantages"}, have={"tokens", "mask", "rewards"}, stages)  ->  advantages
 
-It is not a scheduler: every stage is given the whole batch, one after the other.
+It is not a scheduler: a plan gives every stage the whole batch, one after the other. What need not wait for the batch is split
+off (`Plan.split`), for a source to run ahead.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.errors import PlanError
 from tandem.types import BatchRef, Metrics, Stage
@@ -31,16 +32,41 @@ class Plan:
     def __str__(self) -> str:
         return " -> ".join(stage.name for stage in self.stages) or "nothing"
 
+    @property
+    def gives(self) -> frozenset[str]:
+        return frozenset[str]().union(*(stage.gives for stage in self.stages))
+
+    def split(self) -> tuple[Plan, Plan]:
+        """The stages that can run on each group by itself, before the batch is whole, and the rest.
+
+        The former have scope row or group, run no model or a frozen one, and need what rows bring along or another of them gives.
+        """
+        known, ahead = set(self.reads), list[BatchStage]()
+        for stage in self.stages:
+            if stage.scope != "batch" and stage.weights != "current" and stage.needs <= known:
+                ahead.append(stage)
+                known |= stage.gives
+        return replace(self, stages=tuple(ahead)), replace(self, stages=tuple(s for s in self.stages if s not in ahead))
+
     async def run(self, batch: BatchRef) -> Metrics:
         """Runs the stages on this batch. Raises PlanError for a stage that did not give what it promised."""
         metrics = Metrics()
         for stage in self.stages:
-            began_s = time.perf_counter()
-            batch, measured = await stage.run(batch)
-            if missing := stage.gives - batch.columns:
-                raise PlanError(f"stage {stage.name!r} promised {sorted(stage.gives)} and did not give {sorted(missing)}")
-            metrics += measured + Metrics.sum({f"time/stage_{stage.name}_s": time.perf_counter() - began_s})
+            batch, measured = await checked(stage, batch)
+            metrics += measured
         return metrics
+
+
+NOTHING = Plan(())
+
+
+async def checked(stage: BatchStage, batch: BatchRef) -> tuple[BatchRef, Metrics]:
+    """Runs a stage, with the time that it took. Raises PlanError where it did not give what it promised."""
+    began_s = time.perf_counter()
+    batch, measured = await stage.run(batch)
+    if missing := stage.gives - batch.columns:
+        raise PlanError(f"stage {stage.name!r} promised {sorted(stage.gives)} and did not give {sorted(missing)}")
+    return batch, measured + Metrics.sum({f"time/stage_{stage.name}_s": time.perf_counter() - began_s})
 
 
 def plan(needs: Collection[str], have: Collection[str], stages: Sequence[BatchStage]) -> Plan:

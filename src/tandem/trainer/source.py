@@ -2,6 +2,7 @@
 
 Life of a group:  admit (gate, places reserved) -> episodes, side by side -> reward -> verdict -> rows put, or dropped
                   and its slot given back, so that another is admitted
+                  rows put -> stages that run ahead of the batch (ahead.py) -> taken
 
 In sync mode a step trains on the first `groups_per_step` groups, in admission order, that are kept: groups are admitted
 one for each that is dropped, and what becomes of a group depends on its ordinal and the policy, never on timing.
@@ -27,8 +28,10 @@ from tandem.data_proto import DataProto
 from tandem.errors import RunError
 from tandem.faults import crash_point
 from tandem.ports import LLM, AgentLoop, Dataset, Lease, Reward, RolloutEngine, TransferQueue
+from tandem.trainer.ahead import run_ahead
 from tandem.trainer.episodes import first_error, run_episode
 from tandem.trainer.intake import Intake
+from tandem.trainer.plan import NOTHING, Plan
 from tandem.trainer.rows import (
     StopPolicy,
     Verdict,
@@ -84,6 +87,7 @@ class _Cohort:
 class RolloutSource:
     """Implements ports.Source. One iteration at a time; see the module's docstring.
 
+    ahead: stages that run on groups as they are put, while others are sampled; a batch has their columns.
     reward: None where nobody judges, and column `rewards` is not given. reads: the columns that the plan and the update read; of
     those in `costly` only these are made. components: the names of column `reward_components`, in order; each reward must have
     them.
@@ -111,6 +115,7 @@ class RolloutSource:
         seed: int,
         policy: PolicyRef,
         reads: frozenset[str],
+        ahead: Plan = NOTHING,
         components: Sequence[str] = (),
         space: str = "train",
     ) -> None:
@@ -122,7 +127,8 @@ class RolloutSource:
         self._min_episodes = algorithm.min_episodes
         self._keep = keep_function(algorithm.keep) if algorithm.keep is not None else None
         self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}")
-        self._intake = Intake(queue, space, config.groups_per_step, schedule, policy)
+        self._ahead = ahead
+        self._intake = Intake(queue, space, config.groups_per_step, schedule, policy, ahead.gives | {"tokens", "mask"})
         self._running: set[GroupKey] = set()  # admitted, and neither put nor dropped
         self._tally = _Tally()
         self._metrics = Metrics()
@@ -135,16 +141,17 @@ class RolloutSource:
         return self._intake.policy
 
     async def __aiter__(self) -> AsyncGenerator[BatchRef]:
-        admission = asyncio.create_task(self._admit(), name="admission")
+        behind = [asyncio.create_task(self._admit(), name="admission"), *self._stages()]
         try:
             while True:
                 self._intake.open()
-                lease = await self._take(admission)
+                lease = await self._take(behind)
                 self._tally = _Tally()
                 yield self._intake.hand_out(lease)
         finally:
-            admission.cancel()
-            await asyncio.gather(admission, return_exceptions=True)
+            for task in behind:
+                task.cancel()
+            await asyncio.gather(*behind, return_exceptions=True)
 
     async def advance(self, policy: PolicyRef) -> Metrics:
         metrics, self._metrics = self._metrics, Metrics()
@@ -189,13 +196,26 @@ class RolloutSource:
                 self._running.add(group)
                 groups.create_task(self._group(group), name=f"group {group}")
 
-    async def _take(self, admission: asyncio.Task[None]) -> Lease:
-        """The next lease, or the error that ended admission: then nothing more would ever come."""
+    def _stages(self) -> list[asyncio.Task[None]]:
+        """What runs ahead of the batch, until it is cancelled or fails."""
+
+        def report(metrics: Metrics) -> None:
+            self._metrics += metrics
+
+        incarnation, most = self.policy.incarnation, self._config.groups_per_step
+        return [
+            asyncio.create_task(run_ahead(stage, self._queue, incarnation, most, report), name=f"stage {stage.name}")
+            for stage in self._ahead.stages
+        ]
+
+    async def _take(self, behind: Sequence[asyncio.Task[None]]) -> Lease:
+        """The next lease, or the error that ended one of those behind it: then nothing more would ever come."""
         take = asyncio.create_task(self._intake.take(), name="take")
         try:
-            await asyncio.wait({take, admission}, return_when=asyncio.FIRST_COMPLETED)
-            if admission.done() and (problems := admission.exception()) is not None:
-                raise first_error(problems)
+            await asyncio.wait({take, *behind}, return_when=asyncio.FIRST_COMPLETED)
+            for task in behind:
+                if task.done() and (problems := task.exception()) is not None:
+                    raise first_error(problems)
             return take.result()
         finally:
             take.cancel()
