@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,9 +109,18 @@ def test_groups_that_come_while_it_runs_are_taken_together_and_its_idleness_is_n
     asyncio.run(scenario())
 
 
-def test_the_update_is_offered_no_group_that_lacks_the_column() -> None:
+def test_the_update_is_offered_no_group_that_lacks_the_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage begins when the batch is there in all other respects."""
+
     async def scenario() -> None:
-        made = world(config=SMALL, ahead=reference(lambda batch: asyncio.sleep(0.02 if batch.keys[0].ordinal == 0 else 0)))
+        async def late(*arguments: Any) -> None:
+            while len(made.source._judged) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
+            await run_ahead(*arguments)
+
+        monkeypatch.setattr("tandem.trainer.source.run_ahead", late)
+        made = world(config=SMALL, ahead=reference(lambda batch: asyncio.sleep(0)))
         batch, _ = await first_batch(made)
         assert [group.ordinal for group in batch.groups] == [0, 1]
 
