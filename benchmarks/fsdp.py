@@ -30,7 +30,8 @@ from tandem.models.decoder import DecoderConfig, init_decoder
 from tandem.ports import Collect, Dispatch, register
 from tandem.runtime.dispatch import balanced
 from tandem.runtime.placement import Rank, ResourcePool, place
-from tandem.runtime.process import Processes, ProcessGroup
+from tandem.runtime.pool import PoolGroup
+from tandem.runtime.process import Processes
 from tandem.train.config import TrainConfig
 from tandem.train.fsdp import FsdpConfig, fsdp_engine
 from tandem.train.torch_engine import TorchEngine
@@ -99,7 +100,7 @@ async def measure(logs: Path) -> dict[str, dict[str, float]]:
     runtime = Processes(place([ResourcePool("one", 1), ResourcePool("two", 2)], Hardware(cores=3)), logs, limit_s=LIMIT_S)
     one, two = [runtime.group("policy", pool, f"{__file__}:Trainer", collectives=True) for pool in ("one", "two")]
     async with runtime:
-        ways: dict[str, tuple[ProcessGroup, str]] = {"one": (one, "alone"), "sharded": (two, "sharded"), "apart": (two, "alone")}
+        ways: dict[str, tuple[PoolGroup, str]] = {"one": (one, "alone"), "sharded": (two, "sharded"), "apart": (two, "alone")}
         seconds = {clock: dict.fromkeys(ways, float("inf")) for clock in ("wall", "cpu")}
         for round_ in range(ROUNDS + 1):
             for way, (group, engine) in ways.items():

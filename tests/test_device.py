@@ -116,8 +116,16 @@ def test_without_accelerators_there_are_cores(no_accelerator: None) -> None:
 
 
 def test_ranks_that_do_not_all_come_are_an_error_within_the_limit(tmp_path: Path) -> None:
-    with pytest.raises(StalledError, match=r"rank 0 waits for 2 ranks.*did not in 0\.5 s"):
-        device.join(device.select("cpu"), 0, 2, tmp_path / "store", 0.5)
+    store = device.open_store("127.0.0.1", 0.5)
+    for meet in (tmp_path / "store", device.Address("127.0.0.1", store.port)):
+        with pytest.raises(StalledError, match=r"rank 0 waits for 2 ranks.*did not in 0\.5 s"):
+            device.join(device.select("cpu"), 0, 2, meet, 0.5)
+
+
+def test_a_store_that_is_not_served_is_an_error_within_the_limit() -> None:
+    port = device.open_store("127.0.0.1", 0.5).port
+    with pytest.raises(StalledError, match=rf"rank 1 waits for 2 ranks to meet at .*{port}"):
+        device.join(device.select("cpu"), 1, 2, device.Address("127.0.0.1", port), 0.5)
 
 
 def test_only_a_rank_that_is_not_there_is_a_stall() -> None:

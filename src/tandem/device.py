@@ -20,6 +20,7 @@ from typing import Literal, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] documented there
 from torch.distributed.device_mesh import DeviceMesh
 
 from tandem import __version__
@@ -148,24 +149,41 @@ def hardware() -> Hardware:
     return Hardware(cores)
 
 
-def visible(kind: Kind, devices: Sequence[int]) -> dict[str, str]:
+def visible(kind: Kind, devices: Sequence[int | str]) -> dict[str, str]:
     """The environment in which a process sees these accelerators and no other; it counts them from 0."""
     return {} if kind == "cpu" else {_VISIBLE[kind]: ",".join(map(str, devices))}
 
 
-def join(device: Device, rank: int, size: int, store: Path, limit_s: float) -> None:
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where ranks on several machines meet: a store that `open_store` serves."""
+
+    host: str
+    port: int
+
+
+def open_store(host: str, limit_s: float) -> TCPStore:
+    """Serves a store at a free port of this machine, as long as it is kept; `host` is how the other ranks reach this one."""
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit_s))
+
+
+def join(device: Device, rank: int, size: int, meet: Path | Address, limit_s: float) -> None:
     """Makes this process `rank` of `size` in the default process group, for collectives on tensors of `device`'s kind.
 
-    The ranks meet at the file `store`, which none of them has used before. Raises StalledError where they are not all there
+    The ranks meet at a file or at a store, which no group has used before. Raises StalledError where they are not all there
     within `limit_s`, which later limits every collective too.
     """
+    limit = timedelta(seconds=limit_s)
     try:
-        dist.init_process_group(
-            device.collectives, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=limit_s)
+        store = (
+            TCPStore(meet.host, meet.port, is_master=False, timeout=limit)
+            if isinstance(meet, Address)
+            else FileStore(str(meet), size)
         )
+        dist.init_process_group(device.collectives, store=store, rank=rank, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError) as error:
         raise StalledError(
-            f"rank {rank} waits for {size} ranks to meet at {store}, and they did not in {limit_s:g} s: {error}"
+            f"rank {rank} waits for {size} ranks to meet at {meet}, and they did not in {limit_s:g} s: {error}"
         ) from error
 
 

@@ -33,6 +33,7 @@ def broad_excepts(tree: ast.AST) -> list[int]:
 SUPERVISED_EDGES = {
     "rewards/child.py": 1,  # a reward's call
     "runtime/link.py": 1,  # what another process asks
+    "runtime/objects.py": 1,  # what is asked through Ray
     "trainer/episodes.py": 1,  # an agent's task
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tandem.ports import Consumer, TransferQueue
 from tandem.queue.fake import FakeQueue
 from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
 from tandem.types import GroupKey, Key, PolicyRef
-from tests.runtime.served import served
+from tests.runtime.served import served, serving_by_ray
 
 Make = Callable[[], TransferQueue]
 BACKENDS: dict[str, Make] = {
@@ -28,9 +28,13 @@ LEARNER = Consumer("learner")
 TOKENS = frozenset({"tokens"})
 
 
-@pytest.fixture(params=BACKENDS, name="make")
-def _make(request: pytest.FixtureRequest) -> Make:
-    return BACKENDS[request.param]
+@pytest.fixture(params=[*BACKENDS, pytest.param("memory in another node's hands", marks=pytest.mark.ray)], name="make")
+def _make(request: pytest.FixtureRequest) -> Generator[Make]:
+    if request.param in BACKENDS:
+        yield BACKENDS[request.param]
+        return
+    with serving_by_ray() as serve:
+        yield lambda: serve(BACKENDS["memory"])
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:

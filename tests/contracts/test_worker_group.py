@@ -19,7 +19,9 @@ from tandem.runtime.fake import FakeGroup
 from tandem.runtime.inline import InlineGroup
 from tandem.runtime.placement import Rank, ResourcePool, place
 from tandem.runtime.process import Processes
+from tandem.runtime.ray import RayCluster
 from tandem.types import BatchRef, Key, Metrics
+from tests.runtime.ray_cluster import cluster
 
 
 class Doubler:
@@ -87,6 +89,19 @@ def _process(tmp_path: Path) -> Make:
     return make
 
 
+@pytest.fixture(name="ray")
+def _ray(tmp_path: Path) -> Make:
+    @asynccontextmanager
+    async def make(kind: type[Doubler], size: int) -> AsyncGenerator[WorkerGroup]:
+        cluster()
+        runtime = RayCluster([ResourcePool("pool", size)], tmp_path)
+        group = runtime.group("worker", "pool", f"{kind.__module__}:{kind.__name__}")
+        async with runtime:
+            yield group
+
+    return make
+
+
 @asynccontextmanager
 async def inline(kind: type[Doubler], size: int) -> AsyncGenerator[WorkerGroup]:
     yield InlineGroup([kind(Rank(index, size)) for index in range(size)])
@@ -97,16 +112,17 @@ async def fake(kind: type[Doubler], size: int) -> AsyncGenerator[WorkerGroup]:
     yield FakeGroup(kind(Rank(0, size)))
 
 
-SIZES = {"inline": 1, "inline of 3": 3, "inline of 8": 8, "process": 1, "process of 3": 3, "fake": 1}
+SIZES = {"inline": 1, "inline of 3": 3, "inline of 8": 8, "process": 1, "process of 3": 3, "ray of 2": 2, "fake": 1}
+PARAMS = [pytest.param(name, marks=pytest.mark.ray) if name.startswith("ray") else name for name in SIZES]
 LENGTHS = [5, 1, 1, 2, 1, 7]
 Scenario = Callable[[WorkerGroup], Coroutine[Any, Any, None]]
 Run = Callable[..., None]
 
 
-@pytest.fixture(params=SIZES, name="run")
-def _run(request: pytest.FixtureRequest, process: Make) -> Run:
+@pytest.fixture(params=PARAMS, name="run")
+def _run(request: pytest.FixtureRequest, process: Make, ray: Make) -> Run:
     """Runs a scenario with a group of this runtime."""
-    make = {"inline": inline, "process": process, "fake": fake}[request.param.split()[0]]
+    make = {"inline": inline, "process": process, "ray": ray, "fake": fake}[request.param.split()[0]]
 
     def run(scenario: Scenario, kind: type[Doubler] = Doubler) -> None:
         async def main() -> None:

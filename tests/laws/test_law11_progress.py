@@ -21,7 +21,8 @@ from tandem.errors import StalledError
 from tandem.ports import Consumer
 from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
 from tandem.runtime.placement import ResourcePool, place
-from tandem.runtime.process import Processes, ProcessGroup, _Pool
+from tandem.runtime.pool import Pool, PoolGroup
+from tandem.runtime.process import Processes
 from tandem.types import GroupKey, Key
 from tests.laws.breaking import Breaker
 from tests.runtime.workers import Worker
@@ -50,7 +51,7 @@ def check_a_queue_waits_while_something_moves_and_then_says_who_waited_for_what(
 
 
 def check_a_call_waits_while_ranks_answer_and_then_shows_where_the_others_stand() -> None:
-    async def call(group: ProcessGroup, *arguments: Any) -> BaseException | None:
+    async def call(group: PoolGroup, *arguments: Any) -> BaseException | None:
         """What it raised; a wait without a limit is no test without an end."""
         calling = asyncio.ensure_future(group.call(*arguments))
         await asyncio.wait({calling}, timeout=5)
@@ -100,18 +101,18 @@ async def _nameless(self: MemoryQueue, look: Callable[[], Any], who: Callable[[]
     return await _WAIT(self, look, lambda: "somebody waits", columns)
 
 
-async def _without_stacks(self: _Pool, what: str, waiting: Sequence[Any]) -> StalledError:
+async def _without_stacks(self: Pool[Any], what: str, waiting: Sequence[Any]) -> StalledError:
     await self.end(f"{what} stalled")
     return StalledError(f"{what}: nothing moved for {self._limit_s:g} s; {len(waiting)} of {len(self)} ranks have not answered")
 
 
-async def _collect_for_ever(self: _Pool, what: str, answers: Sequence[asyncio.Future[Any]], *, stuck: bool) -> list[Any]:
+async def _collect_for_ever(self: Pool[Any], what: str, answers: Sequence[asyncio.Future[Any]], *, stuck: bool) -> list[Any]:
     return await asyncio.gather(*answers)
 
 
-async def _collect_by_the_clock(self: _Pool, what: str, answers: Sequence[asyncio.Future[Any]], *, stuck: bool) -> list[Any]:
+async def _collect_by_the_clock(self: Pool[Any], what: str, answers: Sequence[asyncio.Future[Any]], *, stuck: bool) -> list[Any]:
     _, pending = await asyncio.wait(answers, timeout=self._limit_s)
-    waiting = [process for process, answer in zip(self._processes, answers, strict=True) if answer in pending]
+    waiting = [process for process, answer in zip(self._members, answers, strict=True) if answer in pending]
     if waiting:
         raise await self._stalled(what, waiting)
     return [answer.result() for answer in answers]
@@ -123,7 +124,7 @@ _QUEUE, _CALL = CHECKS
 BREAKERS = [
     Breaker(11, "queue-by-the-clock", "tandem.queue.memory:MemoryQueue._wait", _wait_by_the_clock, _QUEUE),
     Breaker(11, "queue-without-a-name", "tandem.queue.memory:MemoryQueue._wait", _nameless, _QUEUE),
-    Breaker(11, "call-without-stacks", "tandem.runtime.process:_Pool._stalled", _without_stacks, _CALL),
-    Breaker(11, "call-without-a-limit", "tandem.runtime.process:_Pool._collect", _collect_for_ever, _CALL),
-    Breaker(11, "call-by-the-clock", "tandem.runtime.process:_Pool._collect", _collect_by_the_clock, _CALL),
+    Breaker(11, "call-without-stacks", "tandem.runtime.process:Pool._stalled", _without_stacks, _CALL),
+    Breaker(11, "call-without-a-limit", "tandem.runtime.process:Pool._collect", _collect_for_ever, _CALL),
+    Breaker(11, "call-by-the-clock", "tandem.runtime.process:Pool._collect", _collect_by_the_clock, _CALL),
 ]

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.device import Hardware
 from tandem.errors import DeviceError
-from tandem.runtime.placement import Rank, ResourcePool, Seat, place, table
+from tandem.runtime.placement import Rank, ResourcePool, Seat, check, place, table
 
 POOLS = [ResourcePool("trainer", 2, cores=2, devices=2), ResourcePool("rollout", 3, devices=1), ResourcePool("rewards", 1)]
 
@@ -43,6 +43,39 @@ def test_every_rank_has_a_seat_and_no_device_two() -> None:
 def test_what_is_not_there_is_said_with_who_asks_for_it(there: Hardware, match: str) -> None:
     with pytest.raises(DeviceError, match=match):
         place(POOLS, there)
+
+
+@pytest.mark.parametrize(
+    ("there", "match"),
+    [
+        (
+            {"a": Hardware(4, "cuda", 7), "b": Hardware(3)},
+            r"8 cores are asked for and the cluster \(a 4, b 3\) has 7: trainer 4 \(2 x 2\), rollout 3 \(3 x 1\), rewards 1",
+        ),
+        (
+            {"a": Hardware(4, "cuda", 4), "b": Hardware(4, "cuda", 2)},
+            r"7 cuda devices are asked for and the cluster \(a 4, b 2\) has 6",
+        ),
+        (dict.fromkeys("abcdefgh", Hardware(1, "cuda", 2)), r"2 cores are asked for one rank, and no node of the cluster \(a 1, "),
+        ({}, r"8 cores are asked for and the cluster \(\) has 0"),
+    ],
+)
+def test_what_no_node_has_is_said_with_who_asks_for_it(there: dict[str, Hardware], match: str) -> None:
+    with pytest.raises(DeviceError, match=match):
+        check(POOLS, there)
+
+
+def test_what_the_nodes_have_together_is_enough() -> None:
+    check(POOLS, {"a": Hardware(4, "cuda", 3), "b": Hardware(4, "cuda", 4)})
+
+
+def test_nodes_are_named_where_there_are_some() -> None:
+    seats = [Seat("trainer", 0, 2, "cuda", ("0", "1"), "node-a"), Seat("trainer", 1, 2, "cpu", (), "b")]
+    assert table(seats, {"policy": "trainer"}) == (
+        "pool     rank  node    cores  devices        roles\n"
+        "trainer  0     node-a  2      cuda:0 cuda:1  policy\n"
+        "trainer  1     b       2      -              policy"
+    )
 
 
 def test_values_that_cannot_be() -> None:

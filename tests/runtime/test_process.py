@@ -19,13 +19,14 @@ from tandem.device import Hardware
 from tandem.errors import RegistryError, RunError, StalledError, WorkerError
 from tandem.runtime.forkserver import fork_server
 from tandem.runtime.placement import ResourcePool, place
-from tandem.runtime.process import Processes, ProcessGroup
+from tandem.runtime.pool import PoolGroup
+from tandem.runtime.process import Processes
 from tandem.runtime.worker import Do
 from tests.runtime.workers import Worker
 
 FACTORY = "tests.runtime.workers:Worker"
 T = TypeVar("T")
-Use = Callable[[ProcessGroup], Awaitable[T]]
+Use = Callable[[PoolGroup], Awaitable[T]]
 
 
 @pytest.fixture(name="run")
@@ -65,7 +66,7 @@ def gone_within(pids: list[int], limit_s: float) -> bool:
 
 
 def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_words_and_its_peers_end(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         pids = await group.call_each(Worker.pid)
         began = time.monotonic()
         with pytest.raises(WorkerError) as error:
@@ -84,7 +85,7 @@ def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_words_and_its_
 
 
 def test_a_worker_that_is_killed_while_nobody_calls_ends_its_peers(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         pids = await group.call_each(Worker.pid)
         os.kill(pids[0], signal.SIGKILL)
         assert await asyncio.to_thread(gone_within, pids, 5)
@@ -95,7 +96,7 @@ def test_a_worker_that_is_killed_while_nobody_calls_ends_its_peers(run: Callable
 
 
 def test_a_worker_that_is_killed_in_a_collective_is_the_error_and_not_what_its_peers_say_of_it(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         assert await group.call_each(Worker.add) == [3.0, 3.0, 3.0]
         pids = await group.call_each(Worker.pid)
         adding = asyncio.ensure_future(group.call(Worker.sleep_and_add, 1))
@@ -108,7 +109,7 @@ def test_a_worker_that_is_killed_in_a_collective_is_the_error_and_not_what_its_p
 
 
 def test_ranks_that_have_met_can_meet_again_in_new_groups(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         for _ in range(2):
             assert await group.call_each(Worker.add_in_a_new_group) == [1.0, 1.0]
 
@@ -116,7 +117,7 @@ def test_ranks_that_have_met_can_meet_again_in_new_groups(run: Callable[..., Non
 
 
 def test_all_ranks_meet_in_the_order_of_the_calls(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         sums = await asyncio.gather(group.call_each(Worker.add_later, 1.0, 0), group.call_each(Worker.add_later, 10.0, 1))
         assert sums == [[2.0, 2.0], [20.0, 20.0]]
 
@@ -124,7 +125,7 @@ def test_all_ranks_meet_in_the_order_of_the_calls(run: Callable[..., None]) -> N
 
 
 def test_calls_that_wait_overlap_where_no_rank_meets_another(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         waiting = asyncio.ensure_future(group.call(Worker.wait))
         assert await group.call(Worker.echo, 1) == 1
         waiting.cancel()
@@ -133,7 +134,7 @@ def test_calls_that_wait_overlap_where_no_rank_meets_another(run: Callable[..., 
 
 
 def test_a_call_without_progress_shows_where_each_rank_stands(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         with pytest.raises(StalledError) as error:
             await group.call(Worker.sleep, 60.0, 1)
         text = str(error.value)
@@ -148,7 +149,7 @@ def test_a_call_without_progress_shows_where_each_rank_stands(run: Callable[...,
 
 
 def test_a_call_that_waits_shows_what_it_waits_for(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         with pytest.raises(StalledError, match=r"policy\.wait:\n(?s:.*)await self\.for_ever\(\)(?s:.*)await asyncio\.Event"):
             await group.call(Worker.wait)
 
@@ -157,7 +158,7 @@ def test_a_call_that_waits_shows_what_it_waits_for(run: Callable[..., None]) -> 
 
 @pytest.mark.parametrize(("method", "shows"), [(Worker.stop, "stopped"), (Worker.keep_the_interpreter, "keep_the_interpreter")])
 def test_a_worker_that_cannot_answer_is_no_hang(run: Callable[..., None], method: Callable[..., None], shows: str) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         with pytest.raises(StalledError, match=rf"does not say where it stands(?s:.*){shows}"):
             await group.call(method)
 
@@ -165,16 +166,16 @@ def test_a_worker_that_cannot_answer_is_no_hang(run: Callable[..., None], method
 
 
 def test_progress_postpones_the_limit(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         await group.call(Worker.sleep_by_rank, 0.6)  # 0, 0.6 and 1.2 s: longer in all than the limit, but always moving
 
     run(use, ranks=3, limit_s=1.0)
 
 
 def test_a_rank_that_fails_frees_the_peers_that_wait_for_it(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.runtime.process._PEERS_LIMIT_S", 0.3)
+    monkeypatch.setattr("tandem.runtime.pool._PEERS_LIMIT_S", 0.3)
 
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         with pytest.raises(ValueError, match="rank 0 cannot") as error:
             await group.call(Worker.fail_before_adding, 0)
         assert "raised in another process" in error.value.__notes__[0]
@@ -186,7 +187,7 @@ def test_a_rank_that_fails_frees_the_peers_that_wait_for_it(run: Callable[..., N
 
 
 def test_a_failure_that_nobody_waits_for_leaves_the_group_in_place(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         with pytest.raises(WorkerError, match=r"raised .*LocalError: no class of yours(?s:.*)in local_error"):
             await group.call(Worker.local_error)
         with pytest.raises(WorkerError, match="cannot be sent"):
@@ -201,7 +202,7 @@ def test_a_failure_that_nobody_waits_for_leaves_the_group_in_place(run: Callable
 
 
 def test_a_worker_that_exits_says_with_what(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         with pytest.raises(WorkerError, match="ended with exit code 3"):
             await group.call(Worker.exit, 3)
 
@@ -209,7 +210,7 @@ def test_a_worker_that_exits_says_with_what(run: Callable[..., None]) -> None:
 
 
 def test_tensors_arrive_as_they_were_and_stay_while_later_ones_come(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         sent = [
             torch.arange(5000),
             torch.randn(3, 4000).t(),
@@ -277,7 +278,7 @@ def test_a_factory_that_fails_is_the_callers_and_leaves_no_process(
         runtime.group("second", "pool", factory, *arguments)
         with pytest.raises(error, match=r"Wroker|argument"):
             await runtime.__aenter__()
-        assert not any(alive(process.pid) for process in first._pool._processes)
+        assert not any(alive(process.pid) for process in first._pool._members)
         with pytest.raises(WorkerError, match="the runtime was closed"):
             await first.call(Worker.pid)
 
@@ -285,7 +286,7 @@ def test_a_factory_that_fails_is_the_callers_and_leaves_no_process(
 
 
 def test_a_worker_takes_along_what_it_started(run: Callable[..., list[int]]) -> None:
-    async def use(group: ProcessGroup) -> list[int]:
+    async def use(group: PoolGroup) -> list[int]:
         started = await group.call_each(Worker.child)
         os.kill((await group.call_each(Worker.pid))[0], signal.SIGKILL)
         assert await asyncio.to_thread(gone_within, started[:1], 5)
@@ -297,7 +298,7 @@ def test_a_worker_takes_along_what_it_started(run: Callable[..., list[int]]) -> 
 
 
 def test_a_fork_server_that_dies_ends_its_workers_and_is_replaced(run: Callable[..., list[int]]) -> None:
-    async def use(group: ProcessGroup) -> list[int]:
+    async def use(group: PoolGroup) -> list[int]:
         pids = await group.call_each(Worker.pid)
         waiting = asyncio.ensure_future(group.call(Worker.keep_the_interpreter))
         await asyncio.sleep(0.2)
@@ -312,7 +313,7 @@ def test_a_fork_server_that_dies_ends_its_workers_and_is_replaced(run: Callable[
 
 
 def test_a_worker_runs_registered_methods_only(run: Callable[..., None]) -> None:
-    async def use(group: ProcessGroup) -> None:
+    async def use(group: PoolGroup) -> None:
         for name in ("for_ever", "__init__", "no_such"):
             with pytest.raises(RunError, match=rf"Worker\.{name} is not registered"):
                 await group._pool.order("mischief", [Do("policy", name, (), {})], stuck=False)

@@ -22,7 +22,8 @@ from tandem.errors import DeviceError, EmptyBatchError, ModelError, NonFiniteErr
 from tandem.models.values import VALUE_HEAD, ValueModel
 from tandem.ports import WeightShard
 from tandem.runtime.placement import ResourcePool, place
-from tandem.runtime.process import Processes, ProcessGroup
+from tandem.runtime.pool import PoolGroup
+from tandem.runtime.process import Processes
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import Key, Metrics
@@ -39,7 +40,7 @@ LENGTHS = [7, 3, 5, 2, 6, 9]
 class Pools:
     """Groups of ranks that live as long as the module's tests, and the loop that they are called in."""
 
-    def __init__(self, runner: asyncio.Runner, groups: dict[int, ProcessGroup]) -> None:
+    def __init__(self, runner: asyncio.Runner, groups: dict[int, PoolGroup]) -> None:
         self._runner, self._groups = runner, groups
 
     def weights(self) -> list[WeightShard]:

@@ -112,7 +112,7 @@ class Question:
 
     def fail(self, error: BaseException) -> None:
         """Sends an exception, from any thread."""
-        self._send("failed", _portable(error))
+        self._send("failed", portable(error))
 
     def _send(self, kind: Kind, value: object) -> None:
         parcel = packed(value)
@@ -234,7 +234,7 @@ class Link:
         self._inbox.forget(gone)
         try:
             value = self._value(body, fds)
-            failure = _restored(*value) if kind == "failed" else None
+            failure = restored(*value) if kind == "failed" else None
         except WorkerError as error:
             value, failure = None, error
         if kind == "ask":
@@ -296,7 +296,7 @@ class Link:
         self._lost()
 
 
-def _portable(error: BaseException) -> tuple[bytes, str]:
+def portable(error: BaseException) -> tuple[bytes, str]:
     """An exception as a pickle, if it has one, and as text with its traceback."""
     text = "".join(traceback.format_exception(error)).rstrip()
     with suppress(*UNPICKLABLE):
@@ -304,7 +304,7 @@ def _portable(error: BaseException) -> tuple[bytes, str]:
     return b"", text
 
 
-def _restored(content: bytes, text: str) -> BaseException:
+def restored(content: bytes, text: str) -> BaseException:
     """The exception, with the other end's traceback as a note; a WorkerError where its type cannot be made here."""
     try:
         error = unpack(content, ())

@@ -66,6 +66,24 @@ class _Pickler(pickle.Pickler):
     dispatch_table = _DISPATCH
 
 
+def pickled(value: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    """`value` as a pickle, and its big tensors and arrays, which are left out of it and not copied; `unpack` is the inverse.
+
+    Raises one of UNPICKLABLE for what has no pickle.
+    """
+    pieces: list[pickle.PickleBuffer] = []
+
+    def inside(piece: pickle.PickleBuffer) -> bool:
+        if piece.raw().nbytes < _LEAVE_OUT_BYTES:
+            return True
+        pieces.append(piece)
+        return False
+
+    head = io.BytesIO()
+    _Pickler(head, 5, buffer_callback=inside).dump(value)
+    return head.getvalue(), pieces
+
+
 class Segment:
     """Shared memory, mapped once in this process: from `fd`, which stays its owner's."""
 
@@ -123,17 +141,7 @@ class Outbox:
 
     def pack(self, value: object) -> Parcel:
         """`value`, pickled; its big parts are copied by `Parcel.fill`. Raises what pickle raises for what it cannot pickle."""
-        pieces: list[pickle.PickleBuffer] = []
-
-        def inside(piece: pickle.PickleBuffer) -> bool:
-            if piece.raw().nbytes < _LEAVE_OUT_BYTES:
-                return True
-            pieces.append(piece)
-            return False
-
-        head = io.BytesIO()
-        _Pickler(head, 5, buffer_callback=inside).dump(value)
-        return Parcel(head.getvalue(), pieces, self)
+        return Parcel(*pickled(value), self)
 
     def take(self, size: int) -> Segment:
         """A segment of at least `size` bytes that nobody holds, now held by its sender."""
@@ -221,8 +229,8 @@ def _let_go(segment: Bytes, holder: int) -> None:
     segment[holder] = 0
 
 
-def unpack(head: bytes | memoryview, pieces: Sequence[memoryview]) -> Any:
-    """Inverse of `Outbox.pack`. Raises WorkerError where this process cannot make the value."""
+def unpack(head: bytes | memoryview, pieces: Sequence[memoryview | Bytes]) -> Any:
+    """Inverse of `pickled`; the value's tensors lie in the pieces. Raises WorkerError where this process cannot make the value."""
     try:
         return pickle.loads(head, buffers=pieces)
     except _UNREADABLE as error:

@@ -45,13 +45,17 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The place of one process: the `rank` of a pool, how many cores it has, and which devices of which kind."""
+    """The place of one process: the `rank` of a pool, how many cores it has, and which devices of which kind.
+
+    node: of a cluster; empty for this machine.
+    """
 
     pool: str
     rank: int
     cores: int
     kind: Kind
-    devices: tuple[int, ...]
+    devices: tuple[int | str, ...]
+    node: str = ""
 
 
 def place(pools: Sequence[ResourcePool], there: Hardware) -> tuple[Seat, ...]:
@@ -59,11 +63,7 @@ def place(pools: Sequence[ResourcePool], there: Hardware) -> tuple[Seat, ...]:
 
     Raises DeviceError where there are fewer cores or devices than the pools ask for, with who asks for how much.
     """
-    if len({pool.name for pool in pools}) < len(pools):
-        raise ValueError(f"pools need names of their own: {', '.join(pool.name for pool in pools)}")
-    _check("cores", "cores", {pool.name: (pool.ranks, pool.cores) for pool in pools}, there.cores)
-    kind = f"{there.kind} devices" if there.devices else "accelerators"
-    _check("devices", kind, {pool.name: (pool.ranks, pool.devices) for pool in pools}, there.devices)
+    check(pools, {"": there})
     seats: list[Seat] = []
     used = 0
     for pool in pools:
@@ -73,31 +73,46 @@ def place(pools: Sequence[ResourcePool], there: Hardware) -> tuple[Seat, ...]:
     return tuple(seats)
 
 
-def _check(key: str, what: str, asked: Mapping[str, tuple[int, int]], there: int) -> None:
+def check(pools: Sequence[ResourcePool], there: Mapping[str, Hardware]) -> None:
+    """Raises DeviceError where the nodes do not have what the pools ask for: in all, or a single one for a single rank.
+
+    there: what each node has, by its name; this machine has none. All accelerators are of one kind.
+    """
+    if len({pool.name for pool in pools}) < len(pools):
+        raise ValueError(f"pools need names of their own: {', '.join(pool.name for pool in pools)}")
+    kind = next((f"{has.kind} devices" for has in there.values() if has.devices), "accelerators")
+    cores, devices = ({name: getattr(has, what) for name, has in there.items()} for what in ("cores", "devices"))
+    _check("cores", "cores", {pool.name: (pool.ranks, pool.cores) for pool in pools}, cores)
+    _check("devices", kind, {pool.name: (pool.ranks, pool.devices) for pool in pools}, devices)
+
+
+def _check(key: str, what: str, asked: Mapping[str, tuple[int, int]], there: Mapping[str, int]) -> None:
     """asked: by pool, how many ranks and how much each."""
-    total = sum(ranks * each for ranks, each in asked.values())
-    if total > there:
-        who = ", ".join(f"{name} {ranks * each} ({ranks} x {each})" for name, (ranks, each) in asked.items() if each)
+    total, found = sum(ranks * each for ranks, each in asked.values()), sum(there.values())
+    who = ", ".join(f"{name} {ranks * each} ({ranks} x {each})" for name, (ranks, each) in asked.items() if each)
+    nodes = ", ".join(f"{name} {has}" for name, has in there.items())
+    where = "this machine has" if set(there) == {""} else f"the cluster ({nodes}) has"
+    if total > found:
         raise DeviceError(
-            f"{total} {what} are asked for and this machine has {there}: {who}. "
+            f"{total} {what} are asked for and {where} {found}: {who}. "
             f"Use fewer ranks, fewer {key} a rank, or let roles share a pool"
         )
+    largest = max((each for _, each in asked.values()), default=0)
+    if largest > max(there.values(), default=0):
+        raise DeviceError(f"{largest} {what} are asked for one rank, and no node of the cluster ({nodes}) has so many: {who}")
 
 
 def table(seats: Sequence[Seat], roles: Mapping[str, str]) -> str:
-    """One line a seat: pool, rank, cores, devices, and the roles of its pool. roles: role -> pool."""
-    head = ("pool", "rank", "cores", "devices", "roles")
-    rows = [
-        (
-            seat.pool,
-            str(seat.rank),
-            str(seat.cores),
-            " ".join(f"{seat.kind}:{device}" for device in seat.devices) or "-",
-            ", ".join(role for role, pool in roles.items() if pool == seat.pool) or "-",
-        )
-        for seat in seats
-    ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-    )
+    """One line a seat: pool, rank, node of a cluster, cores, devices, and the roles of its pool. roles: role -> pool."""
+    columns: dict[str, list[str]] = {
+        "pool": [seat.pool for seat in seats],
+        "rank": [str(seat.rank) for seat in seats],
+        "node": [seat.node for seat in seats],
+        "cores": [str(seat.cores) for seat in seats],
+        "devices": [" ".join(f"{seat.kind}:{device}" for device in seat.devices) or "-" for seat in seats],
+        "roles": [", ".join(role for role, pool in roles.items() if pool == seat.pool) or "-" for seat in seats],
+    }
+    if not any(columns["node"]):
+        del columns["node"]
+    padded = [[cell.ljust(max(map(len, cells))) for cell in cells] for cells in ([name, *its] for name, its in columns.items())]
+    return "\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True))

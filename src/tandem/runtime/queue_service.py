@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,14 @@ from tandem.types import GroupKey, Key, Metrics
 _METHODS = frozenset(name for name, member in vars(TransferQueue).items() if inspect.isfunction(member) and name[0] != "_")
 Asked = tuple[str, tuple[Any, ...], dict[str, Any]]  # method, arguments
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
+
+
+async def perform(queue: TransferQueue, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """A call that was asked of a queue. Raises what the queue raises, and RunError where the port has no such method."""
+    if name not in _METHODS:
+        raise RunError(f"a TransferQueue has no method {name!r}")
+    result = getattr(queue, name)(*args, **kwargs)
+    return await cast("Awaitable[object]", result) if inspect.isawaitable(result) else result
 
 
 class QueueServer:
@@ -67,15 +76,9 @@ class QueueServer:
 
     def start(self, session: _Session, value: Asked, question: Question) -> None:
         """In the queue's loop."""
-        task = asyncio.ensure_future(question.answer(self._call(*value)))
+        task = asyncio.ensure_future(question.answer(perform(self._queue, *value)))
         session.tasks.add(task)
         task.add_done_callback(session.tasks.discard)
-
-    async def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        if name not in _METHODS:
-            raise RunError(f"a TransferQueue has no method {name!r}")
-        result = getattr(self._queue, name)(*args, **kwargs)
-        return await cast("Awaitable[object]", result) if inspect.isawaitable(result) else result
 
     def forget(self, session: _Session) -> None:
         """A client is gone: what it still waits for must not be given to it. In the queue's loop."""
@@ -101,18 +104,19 @@ class _Session:
             self._loop.call_soon_threadsafe(self._server.forget, self)
 
 
-class QueueClient:
-    """Implements ports.TransferQueue by asking a QueueServer, from any process and any event loop of it; pickles as its address.
+class RemoteQueue(ABC):
+    """Implements ports.TransferQueue by asking the process that owns the queue, from any process and any event loop of it.
 
     Raises what the queue raises, and WorkerError where its process is gone. A wait has the queue's own limit.
     """
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._connected: Link | None = None
+    @abstractmethod
+    async def _ask(self, asked: Asked) -> Any:
+        """The queue's answer."""
 
-    def __reduce__(self) -> tuple[type[QueueClient], tuple[str]]:
-        return QueueClient, (self._address,)
+    @abstractmethod
+    def _ask_blocking(self, asked: Asked) -> Any:
+        """The same, blocking."""
 
     async def reserve(self, group: GroupKey, n: int) -> None:
         await self._call("reserve", group, n)
@@ -151,18 +155,35 @@ class QueueClient:
 
     def metrics(self) -> Metrics:
         """Blocks until the queue's process answers: not to be called from the event loop that serves the queue."""
-        try:
-            return self._link().call_blocking(_asked("metrics"))
-        except ConnectionError as error:
-            raise self._gone() from error
+        return self._ask_blocking(("metrics", (), {}))
+
+    async def _call(self, name: str, *args: object, **kwargs: object) -> Any:
+        return await self._ask((name, args, kwargs))
+
+
+class QueueClient(RemoteQueue):
+    """A client of a QueueServer; pickles as its address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._connected: Link | None = None
+
+    def __reduce__(self) -> tuple[type[QueueClient], tuple[str]]:
+        return QueueClient, (self._address,)
 
     def close(self) -> None:
         if self._connected is not None:
             self._connected.close()
 
-    async def _call(self, name: str, *args: object, **kwargs: object) -> Any:
+    async def _ask(self, asked: Asked) -> Any:
         try:
-            return await self._link().call(_asked(name, *args, **kwargs))
+            return await self._link().call(asked)
+        except ConnectionError as error:
+            raise self._gone() from error
+
+    def _ask_blocking(self, asked: Asked) -> Any:
+        try:
+            return self._link().call_blocking(asked)
         except ConnectionError as error:
             raise self._gone() from error
 
@@ -179,10 +200,6 @@ class QueueClient:
 
     def _gone(self) -> WorkerError:
         return WorkerError(f"the queue at {self._address} is not served any more: its process has ended, or closed it")
-
-
-def _asked(name: str, *args: object, **kwargs: object) -> Asked:
-    return name, args, kwargs
 
 
 def _asks_nothing(value: object, question: Question) -> None:

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any, TypeAlias, cast
 
 from tandem import device
+from tandem.device import Address
 from tandem.errors import RunError
 from tandem.registry import resolve
 from tandem.runtime.link import Link, Question
@@ -44,12 +45,20 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
+class Open:
+    """Serve a store at which the ranks of this pool can meet, at this process's `host`; the answer is its address."""
+
+    host: str
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
-    """Meet the other ranks of this pool at the file `store`, for collectives."""
+    """Meet the other ranks of this pool, for collectives."""
 
     index: int
     size: int
-    store: Path
+    meet: Path | Address
     limit_s: float
 
 
@@ -68,7 +77,7 @@ class Stacks:
     """Say where this process stands."""
 
 
-Order: TypeAlias = Build | Join | Do | Stacks
+Order: TypeAlias = Build | Open | Join | Do | Stacks
 
 
 def run(seat: Seat, end: socket.socket, log: int, server: int) -> None:
@@ -86,35 +95,47 @@ def run(seat: Seat, end: socket.socket, log: int, server: int) -> None:
     faulthandler.register(signal.SIGUSR1)
     os.environ.update(device.visible(seat.kind, seat.devices))
     device.configure_threads(seat.cores)
-    asyncio.run(_Worker(seat).serve(end))
+    asyncio.run(_serve(Worker(seat), end))
 
 
-class _Worker:
-    """The main thread's side of a worker process."""
+async def _serve(worker: Worker, end: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def start(order: Order, question: Question) -> None:
+        task = asyncio.ensure_future(question.answer(worker.obey(order)))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def receive(order: Order, question: Question) -> None:
+        if isinstance(order, Stacks):
+            question.reply(worker.stacks())
+        else:
+            loop.call_soon_threadsafe(start, order, question)
+
+    Link(end, receive, _leave)
+    await asyncio.Event().wait()
+
+
+class Worker:
+    """The workers of all roles in one process. Belongs to the thread that makes it; any thread may ask for its stacks."""
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
+        self._thread = threading.get_ident()
         self._workers: dict[str, object] = {}
         self._turns: dict[str, asyncio.Lock] = {}
         self._turn = asyncio.Lock()  # of all roles with collectives: they share the process group
-        self._running: dict[asyncio.Task[None], str] = {}
+        self._running: dict[Coroutine[Any, Any, object], str] = {}
+        self._store: object = None  # is served while it is kept
 
-    async def serve(self, end: socket.socket) -> None:
-        loop, main = asyncio.get_running_loop(), threading.get_ident()
-
-        def receive(order: Order, question: Question) -> None:
-            if isinstance(order, Stacks):
-                question.reply(_stacks(main, dict(self._running)))
-            else:
-                loop.call_soon_threadsafe(self._start, order, question)
-
-        Link(end, receive, _leave)
-        await asyncio.Event().wait()
-
-    def _start(self, order: Order, question: Question) -> None:
-        task = asyncio.ensure_future(question.answer(self._obey(order)))
-        self._running[task] = f"{order.role}.{order.method}" if isinstance(order, Do) else type(order).__name__.lower()
-        task.add_done_callback(self._running.pop)
+    async def obey(self, order: Order) -> object:
+        work = self._obey(order)
+        self._running[work] = f"{order.role}.{order.method}" if isinstance(order, Do) else type(order).__name__.lower()
+        try:
+            return await work
+        finally:
+            del self._running[work]
 
     async def _obey(self, order: Order) -> object:
         match order:
@@ -124,10 +145,13 @@ class _Worker:
                 self._workers[role] = cast("Callable[..., object]", resolve(factory, {}, kind="worker"))(rank, *arguments)
                 if collectives:
                     self._turns[role] = self._turn
-            case Join(index, size, store, limit_s):
-                device.join(device.select("auto" if self._seat.devices else "cpu"), index, size, store, limit_s)
+            case Open(host, limit_s):
+                self._store = store = device.open_store(host, limit_s)
+                return Address(host, store.port)
+            case Join(index, size, meet, limit_s):
+                device.join(device.select("auto" if self._seat.devices else "cpu"), index, size, meet, limit_s)
             case Stacks():
-                raise AssertionError("the links' thread answers this one")
+                return self.stacks()
         return None
 
     async def _do(self, role: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -137,22 +161,21 @@ class _Worker:
         async with self._turns.get(role, nullcontext()):
             return await getattr(worker, name)(*args, **kwargs)
 
+    def stacks(self) -> str:
+        """Where the worker's thread is, and where each call waits."""
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] documented, in spite of its name
+        parts = ["main thread:\n" + "".join(traceback.format_stack(frames[self._thread]))]
+        for work, name in dict(self._running).items():
+            chain = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in _awaiting(work))
+            parts.append(f"{name}:\n" + "".join(chain.format()))
+        return "\n".join(parts)
+
 
 def _leave() -> None:
     """The link is closed: nobody waits for what the main thread does."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _stacks(main: int, running: dict[asyncio.Task[None], str]) -> str:
-    """Where the main thread is, and where each call waits."""
-    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] documented, in spite of its name
-    parts = ["main thread:\n" + "".join(traceback.format_stack(frames[main]))]
-    for task, name in running.items():
-        chain = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in _awaiting(task.get_coro()))
-        parts.append(f"{name}:\n" + "".join(chain.format()))
-    return "\n".join(parts)
 
 
 def _awaiting(coroutine: Any) -> Iterator[FrameType]:
