@@ -178,7 +178,7 @@ def measured(pair: Pair, with_prompts: Callable[[], object]) -> dict[str, float 
         call()
     best, peer, masked = (min(each) for each in zip(*([milliseconds(call) for call in calls] for _ in range(ROUNDS)), strict=True))
     ratio = best / peer
-    times = {"tandem_ms": round(best, 2), "verl_ms": round(peer, 2), "prompts_ms": round(masked, 2)}
+    times = {"tandem_ms": round(best, 3), "verl_ms": round(peer, 3), "prompts_ms": round(masked, 3)}
     return {**times, "ratio": round(ratio, 3), "limit": limit, "ok": ratio <= limit}
 
 

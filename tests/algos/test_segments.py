@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,11 +89,14 @@ def test_precision() -> None:
 
 def test_groups_by_id() -> None:
     groups = Groups(torch.tensor([7, -1, 7, 40]))
-    values = torch.tensor([1.0, 5.0, -3.0, -2.0])
-    assert groups.num == 3
+    values = np.array([1.0, 5.0, -3.0, -2.0])
+    assert groups.sizes.tolist() == [1, 2, 1]
     assert groups.size.tolist() == [2, 1, 2, 1]
     assert groups.sum(values).tolist() == [-2.0, 5.0, -2.0, -2.0]
     assert groups.mean(values).tolist() == [-1.0, 5.0, -1.0, -2.0]
     assert groups.lowest(values).tolist() == [-3.0, 5.0, -3.0, -2.0]
     assert groups.highest(values).tolist() == [1.0, 5.0, 1.0, -2.0]
-    assert groups.mean(values).dtype == torch.float32
+    anchor = groups.anchor(values)
+    assert anchor[0] == anchor[2]
+    assert anchor[0] in values[[0, 2]]
+    assert anchor[[1, 3]].tolist() == [5.0, -2.0]

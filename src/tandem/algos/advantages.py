@@ -2,7 +2,8 @@
 
 Groups are told apart by id and never by position, and statistics count episodes: an episode that became several rows
 is given once, and its advantage is spread over the sampled tokens of all of them afterwards (`spread`). Estimators
-that need a critic or token rewards are not here.
+that need a critic or token rewards are not here. A batch has some hundred rewards: they are worked on by NumPy on the host, in
+float64, and the result is where the rewards are.
 
 Legend: B episodes, N packed tokens; R_i reward, g group of episode i, n its size.
 """
@@ -12,12 +13,13 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.algos.checks import checked, keep, num_counted
 from tandem.algos.ratios import check, check_choice
-from tandem.algos.segments import Groups, on_tokens
+from tandem.algos.segments import Array, Groups, on_tokens, to_array
 
 
 @checked
@@ -33,8 +35,7 @@ def group_baseline(
 ) -> Tensor:
     """A_i = (R_i - mean_g) / (std_g + std_eps): GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
-    Rewards are shifted by the lowest of their group before anything else, so that equal rewards give exactly 0
-    whatever their binary representation, and centred before they are squared.
+    Equal rewards give exactly 0 whatever their binary representation, and rewards are centred before they are squared.
 
     Args:
         rewards_B: [B], finite.
@@ -57,11 +58,11 @@ def group_baseline(
     if leave_one_out and scale == "batch":
         raise ValueError("leave_one_out describes the group's statistics and scale=batch does not use its deviation; choose one")
     check(std_eps >= 0, f"std_eps must not be negative, got {std_eps}")
-    rewards, groups = rewards_B.double(), Groups(groups_B)
-    shifted = rewards - groups.lowest(rewards)
+    groups = Groups(groups_B)
+    shifted = _shifted(rewards_B, groups)
     centred = shifted - groups.mean(shifted)
     if leave_one_out:
-        advantages = _among_others(shifted, centred, groups, std_eps if scale == "group" else None, ddof)
+        advantages = _among_others(centred, groups, std_eps if scale == "group" else None, ddof)
     else:
         match scale:
             case "none":
@@ -69,21 +70,22 @@ def group_baseline(
             case "group":
                 advantages = _divided(centred, groups.members(_deviations(centred, groups, ddof) + std_eps))
             case "batch":
-                squares_of_all = (_centred(rewards) ** 2).sum()
-                advantages = _divided(centred, (squares_of_all / max(len(rewards) - ddof, 1)).sqrt() + std_eps)
+                squares_of_all = (_centred(to_array(rewards_B)) ** 2).sum()
+                advantages = _divided(centred, np.sqrt(squares_of_all / max(len(centred) - ddof, 1)) + std_eps)
     if singleton == "reward":
-        advantages = torch.where(groups.size == 1, rewards, advantages)  # it is 0 without, since its own mean is its reward
-    return advantages.float()
+        alone = groups.size == 1  # whose advantage is 0 without this, since its own mean is its reward
+        advantages = np.where(alone, to_array(rewards_B), advantages)
+    return _column(advantages, rewards_B)
 
 
-def _deviations(centred_B: Tensor, groups: Groups, ddof: int) -> Tensor:
+def _deviations(centred_B: Array, groups: Groups, ddof: int) -> Array:
     """[G]: the standard deviation of each group, from values less its mean."""
-    return (groups.totals(centred_B * centred_B) / (groups.sizes - ddof).clamp_(min=1)).sqrt_()
+    return np.sqrt(groups.totals(centred_B * centred_B) / np.maximum(groups.sizes - ddof, 1))
 
 
-def _among_others(shifted_B: Tensor, centred_B: Tensor, groups: Groups, std_eps: float | None, ddof: int) -> Tensor:
+def _among_others(centred_B: Array, groups: Groups, std_eps: float | None, ddof: int) -> Array:
     """[B]: each value less the mean of the other members, over their deviation where `std_eps` is given."""
-    others = (groups.size - 1).clamp_(min=1)
+    others = np.maximum(groups.size - 1, 1)
     advantages = centred_B + centred_B / others
     if std_eps is None:
         return advantages
@@ -91,14 +93,14 @@ def _among_others(shifted_B: Tensor, centred_B: Tensor, groups: Groups, std_eps:
     # equal others is not a deviation.
     squares = groups.sum(centred_B * centred_B)
     of_others = squares - centred_B**2 - centred_B**2 / others
-    std = (torch.where(of_others > 1e-12 * squares, of_others, 0.0) / (others - ddof).clamp(min=1)).sqrt()
-    return _divided(advantages, torch.where(std > 0, std + std_eps, 1.0))
+    std = np.sqrt(np.where(of_others > 1e-12 * squares, of_others, 0.0) / np.maximum(others - ddof, 1))
+    return advantages / np.where(std > 0, std + std_eps, 1.0)
 
 
 @checked
 def batch_baseline(rewards_B: Tensor) -> Tensor:
     """A_i = R_i - mean over the whole batch: no group, no deviation (FlashREINFORCE, Hu et al.): float32 [B]."""
-    return _centred(rewards_B.double()).float()
+    return _column(_centred(to_array(rewards_B)), rewards_B)
 
 
 @checked
@@ -116,10 +118,10 @@ def length_weighted_baseline(
     token_counts_B: n_i, sampled tokens of each episode. Returns float32 [B]; a group without a token has none to spread it on.
     singleton: what a group of one gets, 0 or its raw reward.
     """
-    rewards, groups, counts = rewards_B.double(), Groups(groups_B), token_counts_B.double()
-    shifted = rewards - groups.lowest(rewards)
-    baseline = groups.sum(counts * shifted) / groups.sum(counts).clamp(min=1)
-    return torch.where(groups.size == 1, _alone(rewards, singleton), shifted - baseline).float()
+    rewards, groups, counts = to_array(rewards_B), Groups(groups_B), to_array(token_counts_B)
+    shifted = rewards - groups.anchor(rewards)
+    baseline = groups.sum(counts * shifted) / np.maximum(groups.sum(counts), 1)
+    return _column(np.where(groups.size == 1, _alone(rewards_B, singleton), shifted - baseline), rewards_B)
 
 
 @checked
@@ -129,10 +131,10 @@ def nonzero_scaled_baseline(rewards_B: Tensor, groups_B: Tensor, *, singleton: L
     Without a reward other than 0 there is nothing to scale and every advantage is 0. singleton: what takes the place of
     R_i - mean_g in a group of one, 0 or its raw reward.
     """
-    rewards, groups = rewards_B.double(), Groups(groups_B)
-    shifted = rewards - groups.lowest(rewards)
-    scale = len(rewards) / (rewards != 0).sum().clamp(min=1)
-    return (scale * torch.where(groups.size == 1, _alone(rewards, singleton), shifted - groups.mean(shifted))).float()
+    groups = Groups(groups_B)
+    shifted = _shifted(rewards_B, groups)
+    centred = np.where(groups.size == 1, _alone(rewards_B, singleton), shifted - groups.mean(shifted))
+    return _column(centred * (len(centred) / max(int(rewards_B.count_nonzero()), 1)), rewards_B)
 
 
 @checked
@@ -142,11 +144,10 @@ def mean_normalized(rewards_B: Tensor, groups_B: Tensor, *, mean_eps: float = 1e
     A group whose mean is not positive has never succeeded and gets 0; so does a group of one.
     """
     check(mean_eps >= 0, f"mean_eps must not be negative, got {mean_eps}")
-    rewards, groups = rewards_B.double(), Groups(groups_B)
-    shifted = rewards - groups.lowest(rewards)
-    mean = groups.mean(rewards)
+    groups = Groups(groups_B)
+    shifted, mean = _shifted(rewards_B, groups), groups.mean(to_array(rewards_B))
     learns = (groups.size > 1) & (mean > 0)
-    return torch.where(learns, _divided(shifted - groups.mean(shifted), mean + mean_eps), 0.0).float()
+    return _column(np.where(learns, _divided(shifted - groups.mean(shifted), mean + mean_eps), 0.0), rewards_B)
 
 
 @checked
@@ -158,15 +159,15 @@ def best_of_group(
     std_g has ddof 1 and does not divide with scale "none". With equal bests, the first of them has R_max - R_second = 0.
     """
     check(std_eps >= 0, f"std_eps must not be negative, got {std_eps}")
-    rewards, groups = rewards_B.double(), Groups(groups_B)
-    shifted = rewards - groups.lowest(rewards)
     check_choice("scale", scale, ("group", "none"))
+    rewards, groups = to_array(rewards_B), Groups(groups_B)
+    shifted = rewards - groups.lowest(rewards)
     is_best = shifted == groups.highest(shifted)
-    second = groups.highest(torch.where(is_best, 0.0, shifted))
-    gap = torch.where(is_best & (groups.sum(is_best.double()) == 1), shifted - second, 0.0)
+    second = groups.highest(np.where(is_best, 0.0, shifted))
+    gap = np.where(is_best & (groups.sum(is_best.astype(np.float64)) == 1), shifted - second, 0.0)
     if scale == "group":
         gap = _divided(gap, groups.members(_deviations(shifted - groups.mean(shifted), groups, 1) + std_eps))
-    return torch.where(groups.size == 1, 0.0, gap).float()
+    return _column(np.where(groups.size == 1, 0.0, gap), rewards_B)
 
 
 @checked
@@ -203,20 +204,35 @@ def soft_mean_centred(rewards_B: Tensor, *, soft_mean_beta: float = 1.0) -> Tens
     return (rewards - (torch.logsumexp(scaled, 0) - math.log(max(len(rewards), 1))) / soft_mean_beta).float()
 
 
-def _alone(rewards_B: Tensor, singleton: Literal["zero", "reward"]) -> Tensor:
+def _shifted(rewards_B: Tensor, groups: Groups) -> Array:
+    """[B]: rewards, but for a constant of their group, of which equal ones are exactly the mean.
+
+    Multiples of a float32 are exact in float64, up to 2^29 times; what has float64's own precision is shifted by one of its group.
+    """
+    rewards = to_array(rewards_B)
+    return rewards - groups.anchor(rewards) if rewards_B.dtype == torch.float64 else rewards
+
+
+def _alone(rewards_B: Tensor, singleton: Literal["zero", "reward"]) -> Array:
     check_choice("singleton", singleton, ("zero", "reward"))
-    return rewards_B if singleton == "reward" else torch.zeros_like(rewards_B)
+    rewards = to_array(rewards_B)
+    return rewards if singleton == "reward" else np.zeros_like(rewards)
 
 
-def _centred(values: Tensor) -> Tensor:
+def _centred(values: Array) -> Array:
     """Less their mean; equal values give exactly 0."""
-    shifted = values - values.min() if len(values) else values
-    return shifted - shifted.mean()
+    shifted = values - values[:1]
+    return shifted - shifted.sum() / max(len(values), 1)
 
 
-def _divided(centred: Tensor, divisor: Tensor) -> Tensor:
+def _divided(centred: Array, divisor: Array) -> Array:
     """0 stays 0 over a divisor of 0, which is that of equal values."""
     return centred / (divisor + (divisor == 0))
+
+
+def _column(values_B: Array, like: Tensor) -> Tensor:
+    """[B] float32, where `like` is."""
+    return torch.from_numpy(values_B.astype(np.float32)).to(like.device)
 
 
 @checked

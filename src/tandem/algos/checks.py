@@ -18,6 +18,7 @@ from functools import wraps
 from itertools import zip_longest
 from typing import Literal, ParamSpec, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,8 @@ from tandem.errors import ColumnError, NonFiniteError
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _NAME = re.compile(r"\w+?_(?P<axes>[A-Z0-9]+|n)")
+_FIXED = {digit: int(digit) for digit in "123456789"}
+"""Axes that are their own size: the 2 of `pairs_P2`."""
 
 
 def keep(values_N: Tensor, mask_N: Tensor, num_counted: int | None = None) -> Tensor:
@@ -42,9 +45,10 @@ def keep(values_N: Tensor, mask_N: Tensor, num_counted: int | None = None) -> Te
 
 def num_counted(mask_N: Tensor) -> int:
     """How many tokens count."""
-    if bool(mask_N.view(torch.uint8).all()):  # bytes, since a look at bools costs more than counting them
-        return len(mask_N)
-    return int(mask_N.sum(dtype=torch.int32))
+    if mask_N.device.type != "cpu":
+        return int(mask_N.sum())
+    mask = mask_N.numpy()  # whose look at bools costs half of torch's, and its count a third
+    return len(mask) if mask.all() else int(np.count_nonzero(mask))
 
 
 def require_finite(
@@ -70,10 +74,12 @@ def require_finite(
     raise NonFiniteError(f"column {column!r} is {value} at {where}; it must be finite wherever it counts")
 
 
-def require_layout(mask_N: Tensor, lengths_B: Tensor) -> None:
-    """Raises ColumnError unless `mask_N` is bool [N] and `lengths_B` are whole numbers [B] that add up to N."""
+def require_layout(mask_N: Tensor, lengths_B: Tensor | None) -> None:
+    """Raises ColumnError unless `mask_N` is bool [N] and `lengths_B`, where given, are whole numbers [B] that add up to N."""
     if mask_N.dtype != torch.bool or mask_N.dim() != 1:
         raise ColumnError(f"column 'mask' must be bool [N], got {mask_N.dtype} {list(mask_N.shape)}")
+    if lengths_B is None:
+        return
     if lengths_B.dtype.is_floating_point or lengths_B.dim() != 1:
         raise ColumnError(f"lengths must be int64 [B], got {lengths_B.dtype} {list(lengths_B.shape)}")
     if (total := int(lengths_B.sum())) != len(mask_N):
@@ -89,52 +95,57 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     kinds = inspect.signature(function).parameters.values()
     names = [each.name for each in kinds if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     axes = {name: match["axes"] for name in names if (match := _NAME.fullmatch(name))}
+    of_rows = [name for name in axes if not axes[name].startswith("N")]
+    of_tokens = [name for name in axes if axes[name] == "N" and name != "mask_N"] if "mask_N" in axes else []
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = {name: value for name in axes if isinstance(value := given.get(name), Tensor)}
         _require_shapes(tensors, axes)
-        checked = _counted(tensors, axes)
-        placed = (checked.get(name, value) for name, value in zip_longest(names[: len(args)], args, fillvalue=""))
-        named = {name: checked.get(name, value) for name, value in kwargs.items()}
+        for name in of_rows:
+            if name in tensors:
+                _require_finite(name, tensors[name], "row", None)
+        if not of_tokens:
+            return function(*args, **kwargs)
+        counted = _counted([name for name in of_tokens if name in tensors], tensors)
+        placed = (counted.get(name, value) for name, value in zip_longest(names[: len(args)], args, fillvalue=""))
+        named = {name: counted.get(name, value) for name, value in kwargs.items()}
         return cast("Callable[..., _R]", function)(*placed, **named)
 
     return call
 
 
 def _require_shapes(tensors: Mapping[str, Tensor], axes: Mapping[str, str]) -> None:
-    first: dict[str, tuple[str, int]] = {}
+    sizes = _FIXED.copy()
     for name, tensor in tensors.items():
         shape = tensor.shape
         if len(shape) != len(axes[name]):
             raise ColumnError(f"{_said(name)} must be [{', '.join(axes[name])}], got shape {list(shape)}")
         for axis, size in zip(axes[name], shape, strict=True):
-            other, want = ("", int(axis)) if axis.isdigit() else first.setdefault(axis, (name, size))
-            if size != want:
-                fits = f" and {_said(other)} has {want}" if other else f" where {want} are needed"
+            if size != (want := sizes.setdefault(axis, size)):
+                other = next(each for each in tensors if axis in axes[each])
+                fits = f" where {want} are needed" if axis in _FIXED else f" and {_said(other)} has {want}"
                 raise ColumnError(f"{_said(name)} has {size} entries along {axis}{fits}: they are not of one batch")
         if name.startswith("groups_") and (tensor.is_floating_point() or tensor.dtype == torch.bool):
             raise ColumnError(f"{_said(name)} must hold whole numbers, which tell groups apart, got {tensor.dtype}")
     if "mask_N" in tensors:
-        require_layout(tensors["mask_N"], tensors.get("lengths_B", torch.tensor([len(tensors["mask_N"])])))
+        require_layout(tensors["mask_N"], tensors.get("lengths_B"))
 
 
-def _counted(tensors: Mapping[str, Tensor], axes: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors, with columns of tokens as they count. Raises NonFiniteError."""
-    mask, lengths, found = tensors.get("mask_N"), tensors.get("lengths_B"), dict(tensors)
-    of_tokens = [name for name in tensors if axes[name] == "N" and name != "mask_N"] if mask is not None else []
-    num = num_counted(mask) if mask is not None and of_tokens else 0
-    for name in of_tokens:
-        found[name] = keep(tensors[name], cast("Tensor", mask), num)
+def _counted(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """These columns of tokens as they count. Raises NonFiniteError."""
+    mask = tensors["mask_N"]
+    num = num_counted(mask)
+    found = {name: keep(tensors[name], mask, num) for name in names}
     for name, tensor in found.items():
-        if not tensor.is_floating_point() or tensor.requires_grad:
-            continue
-        if name in of_tokens:
-            require_finite(_column(name), tensor, "token", lengths)
-        elif not axes[name].startswith("N"):
-            require_finite(_column(name), tensor, "row")
+        _require_finite(name, tensor, "token", tensors.get("lengths_B"))
     return found
+
+
+def _require_finite(parameter: str, tensor: Tensor, axis: Literal["token", "row"], lengths_B: Tensor | None) -> None:
+    if tensor.is_floating_point() and not tensor.requires_grad:
+        require_finite(_column(parameter), tensor, axis, lengths_B)
 
 
 def _column(parameter: str) -> str:

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from tandem.algos.checks import checked, keep
 from tandem.algos.ratios import check, check_choice
-from tandem.algos.segments import CountedTokens, Groups, on_tokens, row_counts, row_sum
+from tandem.algos.segments import CountedTokens, Groups, on_tokens, row_counts, row_sum, to_array
 from tandem.algos.terms import LossInputs, TokenLoss, masked_mean, whole_groups, whole_rows
 from tandem.errors import ColumnError
 from tandem.types import Metric, Metrics
@@ -135,10 +135,10 @@ def rows_of_pairs(inputs: LossInputs) -> Tensor:
     """int64 [P, 2]: the row of each pair's chosen and of its rejected response. Raises ColumnError for any other group."""
     assert inputs.groups is not None, "a loss on pairs is given the groups of its rows"
     chosen_B, groups = inputs.of_rows("chosen").bool(), Groups(inputs.groups)
-    if bool((groups.size != 2).any()) or bool((groups.sum(chosen_B.long()) != 1).any()):
+    if (groups.sizes != 2).any() or (groups.totals(to_array(chosen_B)) != 1).any():
         raise ColumnError("a pair is a group of two rows, one of them chosen; this batch holds a group that is not")
-    pairs_P2 = torch.empty(groups.num, 2, dtype=torch.int64)
-    pairs_P2[groups.index, (~chosen_B).long()] = torch.arange(len(chosen_B))
+    pairs_P2 = torch.empty(len(groups.sizes), 2, dtype=torch.int64)
+    pairs_P2[torch.from_numpy(groups.index), (~chosen_B).long()] = torch.arange(len(chosen_B))
     return pairs_P2
 
 

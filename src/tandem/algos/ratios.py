@@ -63,7 +63,8 @@ def check(good: bool, complaint: str) -> None:
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raises ValueError unless `value` is one of `choices`, which it lists."""
-    check(value in choices, f"{name}={value!r} is unknown; there are {', '.join(choices)}")
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; there are {', '.join(choices)}")
 
 
 def policy_term(inputs: LossInputs, loss_N: Tensor, metrics: Mapping[str, Metric]) -> TokenLoss:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.algos.checks import checked, keep, num_counted
 from tandem.algos.kl import KLEstimator, check_kl_target, kl_divergence
 from tandem.algos.ratios import check
-from tandem.algos.segments import CountedTokens, Groups, on_tokens, row_max, row_mean, row_of_token
+from tandem.algos.segments import Array, CountedTokens, Groups, on_tokens, row_max, row_mean, row_of_token, to_array
 
 
 class Credit(NamedTuple):
@@ -183,9 +184,13 @@ def process_and_outcome(
     check(process_coef >= 0, f"process_coef must not be negative, got {process_coef}")
     check(outcome_coef >= 0, f"outcome_coef must not be negative, got {outcome_coef}")
     counted, groups = CountedTokens(mask_N, lengths_B), Groups(groups_B)
-    has_tokens = counted.counts > 0
-    num_B = groups.sum(has_tokens.double())
-    others = (num_B - 1).clamp(min=1)
+    has_tokens = to_array(counted.counts) > 0
+    num_B = groups.sum(has_tokens.astype(np.float64))
+    others = np.maximum(num_B - 1, 1)
+
+    def of_rows(values_B: Array) -> Tensor:
+        return on_tokens(torch.from_numpy(values_B).to(process_rewards_N), lengths_B)
+
     total = torch.zeros_like(process_rewards_N)
     sources = (
         (process_coef, process_rewards_N, mask_N),
@@ -193,12 +198,11 @@ def process_and_outcome(
     )
     for coef, source_N, where_N in sources:
         # The lowest of the group is taken out first, so that equal ones give exactly 0.
-        lowest_B = groups.lowest(torch.where(has_tokens, -row_max(-source_N, where_N, lengths_B), torch.inf))
-        shifted_N = keep(source_N - on_tokens(lowest_B, lengths_B), where_N)
-        baseline_B = groups.sum(row_mean(shifted_N, where_N, lengths_B)) / others.to(shifted_N.dtype)
-        scale_B = (num_B / others).to(shifted_N.dtype)
-        value_N = coef * (shifted_N * on_tokens(scale_B, lengths_B) - on_tokens(baseline_B, lengths_B))
-        total = total + keep(value_N, where_N & on_tokens(num_B > 1, lengths_B))
+        lowest_B = groups.lowest(np.where(has_tokens, -to_array(row_max(-source_N, where_N, lengths_B)), np.inf))
+        shifted_N = keep(source_N - of_rows(lowest_B), where_N)
+        baseline_B = groups.sum(to_array(row_mean(shifted_N, where_N, lengths_B))) / others
+        value_N = coef * (shifted_N * of_rows(num_B / others) - of_rows(baseline_B))
+        total = total + keep(value_N, where_N & (of_rows(num_B) > 1))
     returns = _discounted(total, counted, 1.0)
     return Credit(returns, returns)
 
@@ -232,9 +236,8 @@ def optimal_token_baseline(
     inside_BT = torch.arange(width, device=mask_N.device) < counted.counts[:, None]
     returns_BT = returns_M.new_zeros(inside_BT.shape).masked_scatter(inside_BT, returns_M)
     weight_BT = step_M.new_zeros(inside_BT.shape).masked_scatter(inside_BT, step_M).cumsum(1) * inside_BT
-    groups = Groups(groups_B)
-    members_BB = groups.index[:, None] == groups.index
-    share_BB = members_BB.to(returns_M.dtype)
+    group_of_B = Groups(groups_B).index
+    share_BB = torch.from_numpy(group_of_B[:, None] == group_of_B).to(returns_M)
     baseline_BT = share_BB @ (returns_BT * weight_BT) / (share_BB @ weight_BT + baseline_eps)
     reached_BT = share_BB @ inside_BT.to(share_BB.dtype) > 1
     has_companions = share_BB @ (counted.counts > 0).to(share_BB.dtype) > 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,14 +24,13 @@ def row_of_token(lengths_B: Tensor) -> Tensor:
 
 def on_tokens(values_B: Tensor, lengths_B: Tensor) -> Tensor:
     """[N]: each row's value on all of its tokens; differentiable."""
-    lengths_B = lengths_B.to(values_B.device)
     return cast("Tensor", _OnTokens.apply(values_B, lengths_B)) if values_B.requires_grad else _repeated(values_B, lengths_B)
 
 
 def _repeated(values_B: Tensor, lengths_B: Tensor) -> Tensor:
     if values_B.device.type == "cpu" and values_B.dtype != torch.bfloat16:  # which NumPy does not know
-        return torch.from_numpy(np.repeat(values_B.numpy(), lengths_B.numpy()))
-    return torch.repeat_interleave(values_B, lengths_B)
+        return torch.from_numpy(np.repeat(values_B.numpy(), lengths_B.numpy(force=True)))
+    return torch.repeat_interleave(values_B, lengths_B.to(values_B.device))
 
 
 def row_counts(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
@@ -72,7 +72,8 @@ class _OnTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.segment_reduce(grads[0], "sum", lengths=ctx.saved_tensors[0], unsafe=True), None
+        lengths_B = ctx.saved_tensors[0].to(grads[0].device)
+        return torch.segment_reduce(grads[0], "sum", lengths=lengths_B, unsafe=True), None
 
 
 class CountedTokens:
@@ -126,44 +127,62 @@ class CountedTokens:
         return sums
 
 
+Array = npt.NDArray[np.float64]
+
+
+def to_array(values_B: Tensor) -> Array:
+    """[B] as float64 on the host. For a few hundred numbers a call of NumPy costs half of one of torch."""
+    known = values_B.float() if values_B.dtype == torch.bfloat16 else values_B
+    return known.numpy(force=True).astype(np.float64)
+
+
 class Groups:
-    """Sums over groups told apart by id, one a group or given back to all members.
+    """Statistics of groups told apart by id, one a group or given back to all members. NumPy arrays of the host.
 
     groups_B: int64 [B] ids, in any order and with gaps. index: int64 [B], the group of each entry. sizes: float64 [G].
     """
 
     def __init__(self, groups_B: Tensor) -> None:
-        _, self.index, counts_G = cast(
-            "tuple[Tensor, Tensor, Tensor]", torch.unique(groups_B, return_inverse=True, return_counts=True)
-        )
-        self.num = len(counts_G)
-        self.sizes = counts_G.double()
+        ids = groups_B.numpy(force=True)
+        order = ids.argsort(kind="stable")  # which is quick where they are in order already
+        rising = ids[order]
+        self.index = np.zeros(len(ids), np.int64)
+        self.index[order[1:]] = np.add.accumulate(rising[1:] != rising[:-1], dtype=np.int64)
+        self.sizes = np.bincount(self.index).astype(np.float64)
 
     @property
-    def size(self) -> Tensor:
+    def size(self) -> Array:
         """[B]: how many entries each entry's group has."""
         return self.members(self.sizes)
 
-    def members(self, values_G: Tensor) -> Tensor:
+    def members(self, values_G: Array) -> Array:
         """[B]: the value of each entry's group."""
-        return values_G.index_select(0, self.index)
+        return values_G.take(self.index)
 
-    def totals(self, values_B: Tensor) -> Tensor:
+    def totals(self, values_B: Array) -> Array:
         """[G]: the sum of each group."""
-        return values_B.new_zeros(self.num).index_add_(0, self.index, values_B)
+        return cast("Array", np.bincount(self.index, values_B))
 
-    def sum(self, values_B: Tensor) -> Tensor:
+    def sum(self, values_B: Array) -> Array:
         """[B]: the sum of each entry's group."""
         return self.members(self.totals(values_B))
 
-    def mean(self, values_B: Tensor) -> Tensor:
+    def mean(self, values_B: Array) -> Array:
         """[B]: the mean of each entry's group."""
-        return self.members(self.totals(values_B) / self.sizes.to(values_B.dtype))
+        return self.members(self.totals(values_B) / self.sizes)
 
-    def lowest(self, values_B: Tensor) -> Tensor:
+    def anchor(self, values_B: Array) -> Array:
+        """[B]: a value of each entry's group, the same one for all its members: less this, equal values are exactly 0."""
+        some_G = np.empty(len(self.sizes))
+        some_G[self.index] = values_B
+        return self.members(some_G)
+
+    def lowest(self, values_B: Array) -> Array:
         """[B]: the least of each entry's group."""
-        return self.members(values_B.new_full((self.num,), torch.inf).scatter_reduce_(0, self.index, values_B, "amin"))
+        least_G = np.full(len(self.sizes), np.inf)
+        np.minimum.at(least_G, self.index, values_B)
+        return self.members(least_G)
 
-    def highest(self, values_B: Tensor) -> Tensor:
+    def highest(self, values_B: Array) -> Array:
         """[B]: the greatest of each entry's group."""
         return -self.lowest(-values_B)
