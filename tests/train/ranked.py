@@ -17,7 +17,7 @@ from tandem import device
 from tandem.data_proto import DataProto
 from tandem.errors import StalledError
 from tandem.models.adapters import trained
-from tandem.models.decoder import Decoder
+from tandem.models.language_model import LanguageModel
 from tandem.ports import Collect, Dispatch, WeightLayout, WeightShard, register
 from tandem.runtime.placement import Rank
 from tandem.train.config import TrainConfig
@@ -44,7 +44,7 @@ class Trainer:
         self.engine: TorchEngine
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
-    async def make(self, decoder: Decoder, config: TrainConfig, replicas: int = 1, limit_s: float = 60.0) -> None:
+    async def make(self, decoder: LanguageModel, config: TrainConfig, replicas: int = 1, limit_s: float = 60.0) -> None:
         trained(decoder, decoder.adapter)  # what wants a gradient does not travel with a tensor
         self.engine = fsdp_engine(decoder, config, FsdpConfig(replicas), device.select("cpu"), limit_s=limit_s)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.algos.aggregation import Aggregation, loss_weights
 from tandem.data_proto import DataProto
 from tandem.models.adapters import LoraConfig
+from tandem.models.auto import AutoDecoder
 from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
 from tandem.models.lora import add_lora
 from tandem.types import Key
@@ -39,6 +43,25 @@ def tiny_lora(seed: int = 0, dtype: torch.dtype = torch.float32, config: LoraCon
             if "lora_B" in name and not fresh:
                 parameter.normal_(0.0, 0.1, generator=generator)
     return decoder
+
+
+_AUTO: Mapping[str, Mapping[str, object]] = {
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128},
+    "gpt_neox": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+}
+
+
+def tiny_auto(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32, *, vocab: int = VOCAB) -> AutoDecoder:
+    """A model of transformers that the decoder does not support, with random weights five times larger than usual."""
+    config = AutoConfig.for_model(kind, vocab_size=vocab, bos_token_id=0, eos_token_id=0, **_AUTO[kind])
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    return AutoDecoder(model, dtype)
 
 
 def make_rows(lengths: list[int], seed: int = 0, *, aggregation: Aggregation = "token-mean", space: str = "train") -> DataProto:

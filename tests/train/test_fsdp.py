@@ -19,6 +19,8 @@ from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.device import Hardware
 from tandem.errors import DeviceError, EmptyBatchError, ModelError, NonFiniteError
+from tandem.models.auto import AutoDecoder
+from tandem.models.lora import add_lora
 from tandem.models.values import VALUE_HEAD, ValueModel
 from tandem.ports import WeightShard
 from tandem.runtime.placement import ResourcePool, place
@@ -28,7 +30,7 @@ from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import Key, Metrics
 from tests.train.ranked import Trained, Trainer, train, whole
-from tests.train.rows import TINY, make_rows, tiny_decoder, tiny_lora
+from tests.train.rows import LORA, TINY, make_rows, tiny_auto, tiny_decoder, tiny_lora
 
 FACTORY = "tests.train.ranked:Trainer"
 GRPO = loss_ref(configure("grpo", {"kl_coef": 0.1}))
@@ -234,6 +236,30 @@ def test_a_value_model_trains_on_ranks_of_which_one_holds_nothing_of_its_head(po
     assert equal(whole(pools.weights()), after)
 
 
+# ------------------------------------------------------------------------------------------- models of transformers
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
+def test_a_model_of_transformers_trains_on_two_ranks_as_on_one(pools: Pools, tmp_path: Path, kind: str) -> None:
+    config = replace(SGD, activation_checkpointing=True)
+    engine, batch, want = TorchEngine(tiny_auto(kind), config), make_rows(LENGTHS), frozenset({"logprobs"})
+    logprobs = engine.forward(batch, want)["logprobs"]
+    trained = train(engine, batches(5, 1), GRPO)
+    for split in (evenly, to_one):
+        pools.each(Trainer.make, tiny_auto(kind), config)
+        got = DataProto.concat(pools.each(Trainer.score, split(batch), want)).by_keys(batch.keys)
+        torch.testing.assert_close(got["logprobs"], logprobs, rtol=0, atol=1e-5)
+        ranks = pools.each(Trainer.train, [split(each) for each in batches(5, 2)], GRPO)
+        assert_close(blocks(ranks, "gradient"), whole(trained.gradient))
+        assert_close(blocks(ranks, "weights"), whole(trained.weights))
+        assert ranks[0].layout == engine.layout()
+    pools.each(Trainer.save, tmp_path / "state")
+    after = whole(pools.weights())
+    pools.each(Trainer.make, tiny_auto(kind, 1), config)
+    pools.each(Trainer.load, tmp_path / "state")
+    assert equal(whole(pools.weights()), after)
+
+
 # ---------------------------------------------------------------------------------------------------------- adapters
 
 
@@ -247,6 +273,19 @@ def test_an_adapter_trains_on_two_ranks_as_on_one(pools: Pools, recomputed: bool
         assert_close(blocks(ranks, "gradient"), whole(want.gradient))
         assert_close(blocks(ranks, "weights"), whole(want.weights))
         assert all("lora" in spec.name for spec in ranks[0].layout.specs)
+
+
+def test_an_adapter_on_a_model_of_transformers_trains_on_two_ranks_as_on_one(pools: Pools) -> None:
+    def adapted() -> AutoDecoder:
+        model = tiny_auto("gpt2")
+        add_lora(model, LORA, 0)
+        return model
+
+    want = train(TorchEngine(adapted(), SGD), batches(5, 1), GRPO)
+    pools.each(Trainer.make, adapted(), SGD)
+    ranks = pools.each(Trainer.train, [unevenly(batch) for batch in batches(5, 2)], GRPO)
+    assert_close(blocks(ranks, "gradient"), whole(want.gradient))
+    assert_close(blocks(ranks, "weights"), whole(want.weights))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

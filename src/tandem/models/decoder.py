@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from tandem.errors import EngineError
 from tandem.models import numerics
-from tandem.models.adapters import Adapter
+from tandem.models.language_model import LanguageModel
 from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
 
 
@@ -219,21 +219,15 @@ class KVCache:
 # ------------------------------------------------------------------------------------------------------ the model
 
 
-class Decoder(nn.Module):
-    """See the module's docstring. config: the shape; dtype: the compute dtype (parameters stay float32).
-
-    recompute: of a layer only the input is kept for the backward pass, which computes the rest again, the same bits.
-    adapter: of which all but its parameters are frozen, if there is one; lora.py puts it in.
-    """
+class Decoder(LanguageModel):
+    """See the module's docstring. config: the shape; dtype: the compute dtype."""
 
     cos: Tensor
     sin: Tensor
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.config, self.dtype = config, dtype
-        self.recompute = False
-        self.adapter: Adapter | None = None
+        super().__init__(dtype)
+        self.config = config
         self.model = _Model(config, dtype)
         self.lm_head = None if config.tie_embeddings else Projection(config.hidden_size, config.vocab_size, False)
         exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
@@ -244,23 +238,20 @@ class Decoder(nn.Module):
 
     @property
     def tied(self) -> dict[str, str]:
-        """Weights that have no storage of their own: name -> the one that has it."""
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.lm_head is None else {}
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The parts that a sharded model gathers one by one, and that an adapter is put into."""
         return list(self.model.layers)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Every weight that is not tied by its Hugging Face name, what an adapter adds included."""
-        if self.adapter is not None:
-            return self.adapter.merged()
-        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+    @property
+    def gathered_dtype(self) -> torch.dtype | None:
+        """A layer sees nothing of a parameter but its value in the compute dtype."""
+        return None if self.dtype == torch.float32 else self.dtype
 
     @property
     def output_weight(self) -> Tensor:
-        """[V, D] in the compute dtype: the output layer, which is the embedding where the two are tied."""
+        """The embedding, where the two are tied."""
         return (self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight).to(self.dtype)
 
     def prefill(self, tokens: Tensor, cache: KVCache | None = None, slots: Tensor | None = None) -> Tensor:

@@ -18,28 +18,29 @@ from torch import Tensor
 
 from tandem.errors import ColumnError
 from tandem.models import numerics
-from tandem.models.decoder import Decoder, KVCache
+from tandem.models.decoder import KVCache
+from tandem.models.language_model import LanguageModel
 from tandem.models.numerics import ROWS, padded
 from tandem.models.values import ValueModel
 
 CHUNK_LOGITS = 1 << 24  # logits held at a time by default: 64 MiB
 
 
-def next_logprobs(decoder: Decoder, hidden: Tensor, temperature: Tensor, cache: KVCache | None = None) -> Tensor:
+def next_logprobs(model: LanguageModel, hidden: Tensor, temperature: Tensor, cache: KVCache | None = None) -> Tensor:
     """Log-softmax of logits / temperature: float32 [M, V], for hidden [M, D] and temperature [M] (0 counts as 1).
 
     cache: the one that `hidden` was decoded with; it keeps the output layer in the compute dtype for the next call.
     """
     weight = None if cache is None else cache.output
     if weight is None:
-        weight = decoder.output_weight
+        weight = model.output_weight
         if cache is not None:
             cache.output = weight.detach()
     return _logprobs(_pad_rows(hidden), weight, _divisor(temperature))[: hidden.shape[0]]
 
 
 def token_logprobs(
-    decoder: Decoder,
+    model: LanguageModel,
     hidden: Tensor,
     targets: Tensor,
     temperature: Tensor,
@@ -54,7 +55,7 @@ def token_logprobs(
     CHUNK_LOGITS logits) and are computed again in the backward pass. Neither the chunks nor the other rows change a row's
     bits: they are `next_logprobs`'s.
     """
-    weight, rows = decoder.output_weight, hidden.shape[0]
+    weight, rows = model.output_weight, hidden.shape[0]
     step, sought = _chunk(weight, chunk_rows), targets if targets.ndim == 2 else targets[:, None]
     args = (
         _pad_rows(hidden),
@@ -69,14 +70,14 @@ def token_logprobs(
 
 
 def top_logprobs(
-    decoder: Decoder, hidden: Tensor, temperature: Tensor, top: int, *, chunk_rows: int | None = None
+    model: LanguageModel, hidden: Tensor, temperature: Tensor, top: int, *, chunk_rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """The `top` likeliest tokens of each row's distribution, likeliest first: int64 and float32 [M, top], without gradient.
 
     hidden [M, D], temperature [M] (0 counts as 1). Logits exist for `chunk_rows` rows at a time. Raises ColumnError for a
     `top` that is not in [1, V].
     """
-    weight, rows = decoder.output_weight.detach(), hidden.shape[0]
+    weight, rows = model.output_weight.detach(), hidden.shape[0]
     if not 1 <= top <= weight.shape[0]:
         raise ColumnError(f"top={top} likeliest tokens are asked for, of a vocabulary of {weight.shape[0]}")
     hidden, divisor, step = _pad_rows(hidden.detach()), _divisor(temperature), _chunk(weight, chunk_rows)
@@ -88,7 +89,7 @@ def top_logprobs(
 
 
 def row_logprobs(
-    decoder: Decoder,
+    model: LanguageModel,
     tokens: Tensor,
     lengths: Tensor,
     mask: Tensor,
@@ -103,29 +104,29 @@ def row_logprobs(
     targets: int64 [B, T, K], tokens to look up at each place instead of the one that stands there; the first result is
     [B, T, K] then. Raises ColumnError where the mask is true at position 0, which nothing predicts, or past a row's length.
     """
-    at, hidden = _predicting(decoder, tokens, lengths, mask)
+    at, hidden = _predicting(model, tokens, lengths, mask)
     sought = tokens if targets is None else targets
-    logprobs, entropy = token_logprobs(decoder, hidden, sought[at], temperature[at[0]], with_entropy=with_entropy)
+    logprobs, entropy = token_logprobs(model, hidden, sought[at], temperature[at[0]], with_entropy=with_entropy)
     placed = torch.zeros(sought.shape).index_put(at, logprobs)
     return placed, None if entropy is None else torch.zeros(tokens.shape).index_put(at, entropy)
 
 
 def row_top(
-    decoder: Decoder, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: Tensor, top: int
+    model: LanguageModel, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: Tensor, top: int
 ) -> tuple[Tensor, Tensor]:
     """`top_logprobs` of the distribution at each masked place of rows as `row_logprobs` takes them: [B, T, top], 0 elsewhere."""
     with torch.no_grad():
-        at, hidden = _predicting(decoder, tokens, lengths, mask)
-        ids, logprobs = top_logprobs(decoder, hidden, temperature[at[0]], top)
+        at, hidden = _predicting(model, tokens, lengths, mask)
+        ids, logprobs = top_logprobs(model, hidden, temperature[at[0]], top)
         shape = (*tokens.shape, top)
         return torch.zeros(shape, dtype=torch.int64).index_put(at, ids), torch.zeros(shape).index_put(at, logprobs)
 
 
-def row_sum_pi_squared(decoder: Decoder, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: Tensor) -> Tensor:
+def row_sum_pi_squared(model: LanguageModel, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: Tensor) -> Tensor:
     """The sum of squared probabilities of the distribution at each masked place of such rows: float32 [B, T], no gradient."""
     with torch.no_grad():
-        at, hidden = _predicting(decoder, tokens, lengths, mask)
-        weight, divisor = decoder.output_weight, _divisor(temperature[at[0]])
+        at, hidden = _predicting(model, tokens, lengths, mask)
+        weight, divisor = model.output_weight, _divisor(temperature[at[0]])
         found, hidden = torch.empty(len(divisor)), _pad_rows(hidden)
         for start in range(0, len(hidden), step := _chunk(weight, None)):
             part = slice(start, start + step)
@@ -139,7 +140,7 @@ def row_values(model: ValueModel, tokens: Tensor, lengths: Tensor, mask: Tensor)
     return torch.zeros(tokens.shape).index_put(at, model.values(hidden))
 
 
-def _predicting(decoder: Decoder, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def _predicting(model: LanguageModel, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """The masked places (b, t), and the hidden state [M, D] that predicts each: the one before it."""
     place = torch.arange(tokens.shape[1])
     wrong = mask & ((place == 0) | (place >= lengths[:, None]))
@@ -147,7 +148,7 @@ def _predicting(decoder: Decoder, tokens: Tensor, lengths: Tensor, mask: Tensor)
         b, t = (int(i) for i in wrong.nonzero()[0])
         raise ColumnError(f"row {b} has its mask true at position {t}, but only 1 to {int(lengths[b]) - 1} are predicted by tokens")
     b, t = mask.nonzero().unbind(1)
-    return (b, t), decoder.prefill(tokens[:, : max(tokens.shape[1] - 1, 1)])[b, t - 1]
+    return (b, t), model.prefill(tokens[:, : max(tokens.shape[1] - 1, 1)])[b, t - 1]
 
 
 def _chunk(weight: Tensor, chunk_rows: int | None) -> int:

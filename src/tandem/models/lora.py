@@ -1,7 +1,8 @@
-"""LoRA on a decoder, through PEFT: it matches targets, puts the adapter's layers into the model and owns the files' format.
+"""LoRA through PEFT: it matches targets, puts the adapter's layers into a model and owns the files' format.
 
-The arithmetic is ours: PEFT is given a layer for `decoder.Projection` whose products go through numerics, so that generation
-and training give a token the same bits with an adapter too. This file alone imports peft, which takes seconds to load.
+On the decoder the arithmetic is ours: PEFT is given a layer for `decoder.Projection` whose products go through numerics, so that
+generation and training give a token the same bits with an adapter too. Models of auto.py get PEFT's own layers. This file alone
+imports peft, which takes seconds to load.
 """
 
 from __future__ import annotations
@@ -21,42 +22,46 @@ import xxhash
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from tandem.errors import ConfigError
 from tandem.models import numerics
 from tandem.models.adapters import LoraConfig, trained
-from tandem.models.decoder import Decoder, Linear, Projection
+from tandem.models.decoder import Linear, Projection
+from tandem.models.language_model import LanguageModel
 from tandem.models.numerics import padded
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # PEFT's for a model's only adapter; it is a part of parameter names
+_PROJECTIONS = (Projection, nn.Linear, Conv1D)
 _RANKS = 16  # a rank is padded with zeros to a multiple: the bits of a sum of few or oddly many depend on the row's place
 _FILE_PREFIX = "base_model.model."  # of the names in WEIGHTS
 
 
-def add_lora(decoder: Decoder, config: LoraConfig, seed: int, *, origin: str | None = None) -> None:
-    """Freezes the decoder and puts an adapter into its layers; the model computes the same until that is trained.
+def add_lora(model: LanguageModel, config: LoraConfig, seed: int, *, origin: str | None = None) -> None:
+    """Freezes the model and puts an adapter into its layers; the model computes the same until that is trained.
 
     A is uniform from `seed` alone, as PEFT draws it, B is zero. origin: the model's name or directory, for whoever loads the
     adapter. Raises ConfigError for targets that match no projection.
     """
-    base = _fingerprint(decoder)
-    targets = _targets(decoder, config.targets)
+    base = _fingerprint(model)
+    targets, transposed = _targets(model, config.targets)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=cast("int", config.alpha),  # PEFT computes with any number
         target_modules=targets,
+        fan_in_fan_out=transposed,
         task_type=peft.TaskType.CAUSAL_LM,
         base_model_name_or_path=origin,
     )
     settings._register_custom_module({Projection: LoraProjection})  # pyright: ignore[reportPrivateUsage]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(settings, decoder, _NAME)
+        peft.inject_adapter_in_model(settings, model.whole, _NAME)
     settings._custom_modules = None  # pyright: ignore[reportPrivateUsage]
-    names = frozenset(name for name, parameter in decoder.named_parameters() if parameter.requires_grad)
-    decoder.adapter = LoraAdapter(decoder, config, settings, names, base)
-    trained(decoder, decoder.adapter)
+    names = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    model.adapter = LoraAdapter(model, config, settings, names, base)
+    trained(model, model.adapter)
 
 
 class LoraLinear(NamedTuple):
@@ -109,7 +114,7 @@ class LoraProjection(nn.Module, LoraLayer):
 class LoraAdapter:
     """Implements adapters.Adapter. model: that it is in. settings: PEFT's."""
 
-    model: nn.Module
+    model: LanguageModel
     config: LoraConfig
     settings: peft.LoraConfig
     names: frozenset[str]
@@ -143,7 +148,7 @@ class LoraAdapter:
         }
 
     def save(self, directory: Path) -> None:
-        found = peft.get_peft_model_state_dict(self.model, adapter_name=_NAME, save_embedding_layers=False)
+        found = peft.get_peft_model_state_dict(self.model.whole, adapter_name=_NAME, save_embedding_layers=False)
         try:
             safetensors.torch.save_file(
                 {f"{_FILE_PREFIX}{name}": tensor.contiguous() for name, tensor in found.items()},
@@ -156,10 +161,13 @@ class LoraAdapter:
         replace(self.settings, inference_mode=True).save_pretrained(str(directory))  # as PEFT writes it
 
 
-def _targets(decoder: Decoder, wanted: tuple[str, ...]) -> list[str]:
-    """The names that are wanted, each of which some projection of a layer ends with; all of them by default."""
-    modules = _modules(decoder)
-    inside = {id(module) for layer in decoder.layers for module in _modules(layer).values() if isinstance(module, Projection)}
+def _targets(model: LanguageModel, wanted: tuple[str, ...]) -> tuple[list[str], bool]:
+    """The names that are wanted, each of which some projection of a layer ends with; all of them by default.
+
+    The second result is whether their weights are [inputs, outputs], as GPT-2's are.
+    """
+    modules = _modules(model)
+    inside = {id(module) for layer in model.layers for module in _modules(layer).values() if isinstance(module, _PROJECTIONS)}
     possible = [name for name, module in modules.items() if id(module) in inside]
     outside = [name for name, module in modules.items() if id(module) not in inside]
     short = list(dict.fromkeys(name.rpartition(".")[2] for name in possible))
@@ -170,7 +178,8 @@ def _targets(decoder: Decoder, wanted: tuple[str, ...]) -> list[str]:
             near = difflib.get_close_matches(target, short, n=3, cutoff=0.4)
             advice = f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(short)}"
             raise ConfigError(f"lora.targets: {target!r} matches no projection of the model; {advice}")
-    return list(wanted) or short
+    targets = list(wanted) or short
+    return targets, any(isinstance(modules[name], Conv1D) for name in possible for target in targets if _ends(name, target))
 
 
 def _modules(model: nn.Module) -> Mapping[str, nn.Module]:

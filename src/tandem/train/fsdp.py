@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from tandem import device
 from tandem.device import Device
-from tandem.models.decoder import Decoder
+from tandem.models.language_model import LanguageModel
 from tandem.train.config import TrainConfig
 from tandem.train.ranks import Part
 from tandem.train.torch_engine import TorchEngine
@@ -51,7 +51,7 @@ class FsdpConfig:
     replicas: int = 1
 
 
-def fsdp_engine(decoder: Decoder, config: TrainConfig, fsdp: FsdpConfig, where: Device, *, limit_s: float) -> TorchEngine:
+def fsdp_engine(decoder: LanguageModel, config: TrainConfig, fsdp: FsdpConfig, where: Device, *, limit_s: float) -> TorchEngine:
     """One rank's engine, in a process that `device.join` made a rank; each rank gives the same decoder, which is cut in place.
 
     limit_s: of each collective between shards or replicas. Raises DeviceError where the ranks cannot be `fsdp.replicas` copies.
@@ -62,7 +62,7 @@ def fsdp_engine(decoder: Decoder, config: TrainConfig, fsdp: FsdpConfig, where: 
 class _Root(nn.Module):
     """Runs a function of the decoder as a module's forward, which is what gathers the weights outside the layers."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: LanguageModel) -> None:
         super().__init__()
         self.decoder = decoder
 
@@ -73,10 +73,9 @@ class _Root(nn.Module):
 class Shards:
     """Implements ranks.Ranks over a mesh of axes "replica" and "shard"; dimension 0 of each weight is cut along the latter."""
 
-    def __init__(self, decoder: Decoder, mesh: DeviceMesh) -> None:
+    def __init__(self, decoder: LanguageModel, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        compute = None if decoder.dtype == torch.float32 else decoder.dtype
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(param_dtype=decoder.gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in decoder.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         self._root = fully_shard(_Root(decoder), mesh=mesh)
@@ -101,7 +100,7 @@ class Shards:
         dist.all_gather_object(found, value)
         return found
 
-    def run(self, function: Callable[Concatenate[Decoder, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self, function: Callable[Concatenate[LanguageModel, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         with _reset_on_error(self._root):
             return cast("nn.Module", self._root)(function, *args, **kwargs)
 

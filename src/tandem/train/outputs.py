@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tandem.algos.terms import TOPK_IDS, LossInputs
 from tandem.data_proto import DataProto
-from tandem.models.decoder import Decoder
 from tandem.models.heads import row_logprobs, row_sum_pi_squared, row_top, row_values
+from tandem.models.language_model import LanguageModel
 from tandem.models.values import ValueModel
 
 _POLICY = frozenset({"logprobs", "entropy", "sum_pi_squared", "top_ids", "top_logprobs"})
@@ -25,13 +25,13 @@ _VALUES = frozenset({"values"})
 _AT_TOPK = "at_topk"  # [N, K], of the tokens that column TOPK_IDS names
 
 
-def gives(model: Decoder) -> frozenset[str]:
+def gives(model: LanguageModel) -> frozenset[str]:
     """The outputs that may be asked of this model; see ports.TrainEngine.forward."""
     policy = _POLICY if model.adapter is None else _POLICY | _BASE
     return _VALUES if isinstance(model, ValueModel) else policy
 
 
-def given(model: Decoder, part: DataProto, want: frozenset[str], top: int = 0) -> dict[str, Tensor]:
+def given(model: LanguageModel, part: DataProto, want: frozenset[str], top: int = 0) -> dict[str, Tensor]:
     """The wanted outputs of these rows; logprobs, entropy and values with gradient."""
     padded = part.pad("tokens"), part.lengths, part.pad("mask"), part["temperature"]
     found: dict[str, Tensor] = {}
@@ -54,7 +54,7 @@ def given(model: Decoder, part: DataProto, want: frozenset[str], top: int = 0) -
     return {name: found[name][valid] for name in want}
 
 
-def wanted_by_losses(model: Decoder, part: DataProto) -> frozenset[str]:
+def wanted_by_losses(model: LanguageModel, part: DataProto) -> frozenset[str]:
     """What a loss on these rows may read of the model."""
     if isinstance(model, ValueModel):
         return _VALUES

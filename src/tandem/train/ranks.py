@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tandem.models.decoder import Decoder
+from tandem.models.language_model import LanguageModel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,7 +47,7 @@ class Ranks(Protocol):
         """Every rank's value, in the order of ranks."""
         ...
 
-    def run(self, function: Callable[Concatenate[Decoder, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self, function: Callable[Concatenate[LanguageModel, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """function(decoder, ...), where the decoder's parameters are whole."""
         ...
 
@@ -83,7 +83,7 @@ class OneRank:
     replicas = 1
     replica = 0
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: LanguageModel) -> None:
         self._decoder = decoder
 
     def meeting(self, what: str) -> AbstractContextManager[None]:
@@ -92,7 +92,7 @@ class OneRank:
     def gather(self, value: T) -> Sequence[T]:
         return [value]
 
-    def run(self, function: Callable[Concatenate[Decoder, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self, function: Callable[Concatenate[LanguageModel, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         return function(self._decoder, *args, **kwargs)
 
     def passing(self, *, last: bool) -> None:

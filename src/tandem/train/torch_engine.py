@@ -30,7 +30,7 @@ from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
 from tandem.faults import crash_point
 from tandem.models.adapters import trained
-from tandem.models.decoder import Decoder
+from tandem.models.language_model import LanguageModel
 from tandem.ports import Place, WeightLayout, WeightShard, WeightSpec
 from tandem.train import outputs
 from tandem.train.config import TrainConfig, learning_rate
@@ -48,7 +48,7 @@ class TorchEngine:
     ranks: those that hold the decoder together, and then all of them make every call, each with its own rows.
     """
 
-    def __init__(self, decoder: Decoder, config: TrainConfig, ranks: Ranks | None = None) -> None:
+    def __init__(self, decoder: LanguageModel, config: TrainConfig, ranks: Ranks | None = None) -> None:
         self.decoder = decoder
         self.config = config
         self._ranks: Ranks = ranks or OneRank(decoder)

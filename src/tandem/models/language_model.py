@@ -1,0 +1,67 @@
+"""What training asks of a model: hidden states of whole rows, an output layer, and parameters with Hugging Face names.
+
+decoder.py is the one that generation shares; auto.py is any other that transformers knows. heads.py turns what they give into
+log-probabilities.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tandem.models.adapters import Adapter
+
+
+class LanguageModel(nn.Module):
+    """dtype: the compute dtype; parameters are float32.
+
+    recompute: of a layer only the input is kept for the backward pass, which computes the rest again, the same bits.
+    adapter: of which all but its parameters are frozen, if there is one; lora.py puts it in.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.recompute = False
+        self.adapter: Adapter | None = None
+
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[nn.Module]:
+        """The parts that a sharded model gathers one by one, and that an adapter is put into."""
+
+    @property
+    def gathered_dtype(self) -> torch.dtype | None:
+        """That a sharded layer may be gathered in and compute the same; None is the parameters' own."""
+        return None
+
+    @property
+    @abstractmethod
+    def tied(self) -> dict[str, str]:
+        """Weights that have no storage of their own: name -> the one that has it."""
+
+    @property
+    @abstractmethod
+    def output_weight(self) -> Tensor:
+        """[V, D] in the compute dtype: the output layer, whose product with a hidden state is the logits."""
+
+    @property
+    def whole(self) -> nn.Module:
+        """The module in which layers are replaced when an adapter is put in."""
+        return self
+
+    @abstractmethod
+    def prefill(self, tokens: Tensor) -> Tensor:
+        """Hidden states [B, T, D] in the compute dtype after the final norm of tokens [B, T] int64, causal from position 0.
+
+        Right padding is inert. Raises EngineError for rows that are too long for the model.
+        """
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every weight that is not tied by its Hugging Face name, what an adapter adds included."""
+        if self.adapter is not None:
+            return self.adapter.merged()
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
