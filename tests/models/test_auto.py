@@ -96,7 +96,12 @@ def test_parameters_have_their_hugging_face_names(kind: str) -> None:
 def test_bfloat16_is_for_products_alone() -> None:
     model = tiny_auto("gpt_neox", dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    computed: list[torch.dtype] = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _, __, out: computed.append(out.dtype))
     assert model.prefill(rows()).dtype == model.output_weight.dtype == torch.bfloat16
+    assert computed == [torch.bfloat16] * 8
     gap = (logprobs(model) - logprobs(tiny_auto("gpt_neox"))).abs().max()
     assert 0 < gap < 0.2
 

@@ -44,9 +44,11 @@ class Trainer:
         self.engine: TorchEngine
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
-    async def make(self, decoder: LanguageModel, config: TrainConfig, replicas: int = 1, limit_s: float = 60.0) -> None:
+    async def make(
+        self, decoder: LanguageModel, config: TrainConfig, replicas: int = 1, limit_s: float = 60.0, offload: bool = False
+    ) -> None:
         trained(decoder, decoder.adapter)  # what wants a gradient does not travel with a tensor
-        self.engine = fsdp_engine(decoder, config, FsdpConfig(replicas), device.select("cpu"), limit_s=limit_s)
+        self.engine = fsdp_engine(decoder, config, FsdpConfig(replicas, offload), device.select("cpu"), limit_s=limit_s)
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def train(self, steps: Sequence[Sequence[DataProto]], loss: LossRef) -> Trained:

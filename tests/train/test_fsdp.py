@@ -150,6 +150,20 @@ def test_two_ranks_train_as_one(pools: Pools, replicas: int, config: TrainConfig
                 assert merged[name].value == pytest.approx(metric.value, rel=1e-6, abs=1e-6), (split.__name__, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_shards_that_live_on_the_host_train_to_the_same_bits(pools: Pools, tmp_path: Path, dtype: torch.dtype) -> None:
+    found: list[dict[str, Tensor]] = []
+    for offload in (False, True):
+        pools.each(Trainer.make, tiny_decoder(0, dtype), SGD, 1, 60.0, offload)
+        ranks = pools.each(Trainer.train, [unevenly(batch) for batch in batches(5, 2)], GRPO)
+        assert {shard.tensor.device.type for rank in ranks for shard in rank.weights} == {"cpu"}
+        found.append(blocks(ranks, "weights"))
+        pools.each(Trainer.save, tmp_path / str(offload))
+    assert equal(*found)
+    pools.each(Trainer.load, tmp_path / "False")  # which the other wrote
+    assert equal(whole(pools.weights()), found[0])
+
+
 @pytest.mark.slow
 def test_four_ranks_in_two_copies_train_as_one(tmp_path: Path) -> None:
     async def main() -> list[Trained]:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tandem import device
@@ -46,9 +46,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FsdpConfig:
-    """replicas: how many whole copies of the model the ranks hold; the ranks of one copy are neighbours."""
+    """replicas: how many whole copies of the model the ranks hold; the ranks of one copy are neighbours.
+
+    offload: shards, gradients and optimiser state live in the host's memory, where steps are taken too; a layer is on the device
+    while it computes. Where the device is the CPU that changes nothing.
+    """
 
     replicas: int = 1
+    offload: bool = False
 
 
 def fsdp_engine(decoder: LanguageModel, config: TrainConfig, fsdp: FsdpConfig, where: Device, *, limit_s: float) -> TorchEngine:
@@ -56,7 +61,7 @@ def fsdp_engine(decoder: LanguageModel, config: TrainConfig, fsdp: FsdpConfig, w
 
     limit_s: of each collective between shards or replicas. Raises DeviceError where the ranks cannot be `fsdp.replicas` copies.
     """
-    return TorchEngine(decoder, config, Shards(decoder, device.mesh(where, fsdp.replicas, limit_s)))
+    return TorchEngine(decoder, config, Shards(decoder, device.mesh(where, fsdp.replicas, limit_s), offload=fsdp.offload))
 
 
 class _Root(nn.Module):
@@ -73,12 +78,13 @@ class _Root(nn.Module):
 class Shards:
     """Implements ranks.Ranks over a mesh of axes "replica" and "shard"; dimension 0 of each weight is cut along the latter."""
 
-    def __init__(self, decoder: LanguageModel, mesh: DeviceMesh) -> None:
+    def __init__(self, decoder: LanguageModel, mesh: DeviceMesh, *, offload: bool = False) -> None:
         self._mesh = mesh
+        home = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
         policy = MixedPrecisionPolicy(param_dtype=decoder.gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in decoder.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        self._root = fully_shard(_Root(decoder), mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=home)
+        self._root = fully_shard(_Root(decoder), mesh=mesh, offload_policy=home)
 
     @property
     def index(self) -> int:
