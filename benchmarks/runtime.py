@@ -30,11 +30,11 @@ from tandem.queue.memory import MemoryQueue
 from tandem.runtime.inline import InlineGroup
 from tandem.runtime.placement import Rank, ResourcePool, place
 from tandem.runtime.process import Processes
-from tandem.runtime.queue_service import QueueServer
+from tandem.runtime.queue_service import QueueServer, shared
 from tandem.types import BatchRef, GroupKey, Key, Metrics
 
 ROWS, GROUP, COLUMNS, TOTAL_BYTES = 256, 8, 4, 64 << 20
-ROUNDS, CALLS = 50, 10
+ROUNDS, CALLS = 200, 10
 LIMITS = {
     "inline_8_ranks_update_ms": 1.0,
     "process_2_ranks_update_ms": 2.0,
@@ -126,7 +126,8 @@ async def handing(queue: MemoryQueue, group: WorkerGroup, report: dict[str, floa
         keys = tuple(Key("train", group, member) for group in groups for member in range(GROUP))
         for key in dict.fromkeys(key.group for key in keys):
             await queue.reserve(GroupKey(*key), GROUP)
-        await queue.put(DataProto.make(keys, rows.lengths, token=rows.batch))
+        for part in DataProto.make(keys, rows.lengths, token=rows.batch).chunk(len(groups)):
+            await queue.put(part)
         lease = await queue.take(Consumer("benchmark"), NAMES, len(groups))
         await timed("by_handle", partial(group.call, Worker.exchange, lease.ref))
         await queue.ack(lease)
@@ -140,7 +141,7 @@ async def measured() -> dict[str, float]:
     ref = batch(count()).ref()
     inline = InlineGroup([Worker(Rank(index, 8)) for index in range(8)])
     report["inline_8_ranks_update_ms"] = 1000 * await fastest(lambda: inline.call(Worker.update, ref), CALLS)
-    queue = MemoryQueue()
+    queue = MemoryQueue(empty=shared)
     report["first_worker_ready_s"] = await ready(1)
     report["next_worker_ready_s"] = await ready(1)
     async with QueueServer(queue) as server, pool(2, server.client()) as group:

@@ -15,16 +15,17 @@ from tandem.runtime.parcels import Inbox, Outbox, unpack
 BIG = 1 << 16
 
 
-def deliver(outbox: Outbox, inbox: Inbox, value: object, holder: int = 1) -> object:
+def deliver(outbox: Outbox, inbox: Inbox, value: object) -> object:
     """A value packed, filled and opened at the other end, which lets go of it as a link's other end does."""
     parcel = outbox.pack(value)
     parcel.fill()
-    segment = parcel.segment
-    assert segment is not None
-    segment.bytes[holder] = 1
-    if segment.ident not in inbox._segments:
-        inbox.add(segment.ident, segment.capacity, os.dup(segment.fd))
-    head, *pieces = inbox.pieces(segment.ident, parcel.num_pieces, holder)
+    assert parcel.segment is not None
+    loans: dict[int, int] = {}
+    for segment in (parcel.segment, *parcel.others):
+        loans[segment.ident] = outbox.lend(segment, 1)
+        if segment.ident not in inbox._segments:
+            inbox.add(segment.ident, segment.capacity, os.dup(segment.fd))
+    head, *pieces = inbox.pieces(parcel.num_pieces, loans)
     parcel.close()
     return unpack(head, pieces)
 
@@ -59,7 +60,7 @@ def test_a_segment_is_held_by_every_receiver_and_a_lost_one_lets_go() -> None:
     parcel = outbox.pack(torch.ones(BIG))
     assert parcel.segment is not None
     for link in links:
-        parcel.segment.bytes[link] = 1
+        outbox.lend(parcel.segment, link)
     parcel.close()
     assert outbox.take(BIG) is not parcel.segment
     outbox.leave(links[0])
@@ -67,6 +68,44 @@ def test_a_segment_is_held_by_every_receiver_and_a_lost_one_lets_go() -> None:
     outbox.leave(links[1])
     assert outbox.take(4 * BIG) is parcel.segment
     assert outbox.join() == links[0]
+
+
+def test_what_was_made_in_a_segment_is_not_copied() -> None:
+    outbox, inbox = Outbox(), Inbox()
+    made = outbox.empty((4, BIG), torch.int32)
+    torch.arange(4 * BIG, dtype=torch.int32, out=made.view(-1))
+    parcel = outbox.pack([made, made[1:3], torch.zeros(2 * BIG, dtype=torch.uint8)])
+    assert parcel.num_bytes < 3 * BIG
+    parcel.close()
+    whole, rows, other = deliver(outbox, inbox, [made, made[1:3], torch.ones(2 * BIG, dtype=torch.uint8)])
+    assert torch.equal(whole, made)
+    assert torch.equal(rows, made[1:3])
+    assert other.unique().tolist() == [1]
+    made[1, 0] = -1
+    assert whole[1, 0] == rows[0, 0] == -1  # the same pages
+    home = outbox.home(memoryview(made.numpy()).cast("B"))
+    assert home is not None
+    holding = [made, whole, rows]
+    del made, whole, rows
+    while holding:
+        assert outbox.take(home.capacity) is not home
+        holding.pop()
+    assert outbox.take(home.capacity) is home
+
+
+def test_small_tensors_take_no_segment() -> None:
+    outbox = Outbox()
+    assert outbox.home(memoryview(outbox.empty((100,), torch.float32).numpy()).cast("B")) is None
+    assert outbox.empty((0, 5), torch.float32).shape == (0, 5)
+
+
+def test_more_segments_than_a_message_can_carry_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcels, "_MAX_OTHERS", 2)
+    outbox, inbox = Outbox(), Inbox()
+    made = [outbox.empty((BIG,), torch.uint8).fill_(i) for i in range(3)]
+    arrived = deliver(outbox, inbox, made)
+    assert [tensor.unique().tolist() for tensor in arrived] == [[0], [1], [2]]
+    assert len(inbox._segments) == 1
 
 
 def test_what_is_free_is_given_back_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

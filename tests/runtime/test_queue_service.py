@@ -16,10 +16,10 @@ from tandem.device import Hardware
 from tandem.errors import RunError, WorkerError
 from tandem.ports import Consumer
 from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
-from tandem.runtime.link import Link
+from tandem.runtime.link import Link, outbox
 from tandem.runtime.placement import ResourcePool, place
 from tandem.runtime.process import Processes
-from tandem.runtime.queue_service import QueueServer
+from tandem.runtime.queue_service import QueueServer, shared
 from tandem.types import GroupKey, Key
 from tests.runtime.workers import Worker
 
@@ -47,6 +47,32 @@ def test_workers_fetch_their_rows_by_handle_and_write_columns(tmp_path: Path, le
             assert (await group.call(Worker.score, lease.ref))["rows"].value == len(lengths)
         written = await queue.get(lease.ref.keys, frozenset({"y"}))  # also when the workers are gone
         assert torch.equal(written["y"], rows["x"] * 2)
+
+    asyncio.run(main())
+
+
+def test_rows_that_a_queue_joined_in_shared_memory_are_shown_and_not_copied(tmp_path: Path) -> None:
+    async def main() -> None:
+        queue = MemoryQueue(empty=shared)
+        server, runtime = QueueServer(queue), Processes(place([ResourcePool("pool", 2)], Hardware(cores=2)), tmp_path)
+        group = runtime.group("policy", "pool", "tests.runtime.workers:Worker", server.client())
+        async with server, runtime:
+            for ordinal in range(4):
+                await queue.reserve(GroupKey("train", ordinal), 1)
+                await queue.put(
+                    DataProto.make([Key("train", ordinal)], [20_000], token={"x": torch.full((20_000,), float(ordinal))})
+                )
+            lease = await queue.take(LEARNER, X, 4)
+            for part in (lease.ref, lease.ref.select([1, 2])):
+                rows = await queue.get(part.keys, X)
+                parcel = outbox().pack(rows)
+                assert parcel.num_bytes < rows["x"].nbytes / 10
+                assert len(parcel.others) == 1
+                parcel.close()
+            await group.call(Worker.score, lease.ref)
+        written = await queue.get(lease.ref.keys, frozenset({"x", "y"}))
+        assert torch.equal(written["y"], torch.arange(4.0).repeat_interleave(20_000) * 2)
+        assert torch.equal(written["x"] * 2, written["y"])
 
     asyncio.run(main())
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tandem.data_proto import DataProto
+from tandem.data_proto import DataProto, Empty
 from tandem.errors import QueueError, StalledError
 from tandem.ports import Consumer, Lease
 from tandem.queue.ledger import Ledger
@@ -40,11 +40,14 @@ class MemoryQueueConfig:
 
 
 class MemoryQueue:
-    """Implements ports.TransferQueue; see the module's docstring."""
+    """Implements ports.TransferQueue; see the module's docstring.
 
-    def __init__(self, config: MemoryQueueConfig | None = None) -> None:
+    empty: makes the memory in which the rows of a lease are joined, for workers to whom some memory can be shown without a copy.
+    """
+
+    def __init__(self, config: MemoryQueueConfig | None = None, *, empty: Empty | None = None) -> None:
         self._config = config or MemoryQueueConfig()
-        self._ledger = Ledger()
+        self._ledger = Ledger(empty)
         self._changed = asyncio.Condition()
         self._last_change_s = 0.0
 

@@ -29,11 +29,12 @@ from tandem.errors import WorkerError
 from tandem.runtime.parcels import INLINE_BYTES, UNPICKLABLE, Inbox, Outbox, Parcel, unpack
 
 Kind = Literal["ask", "done", "failed"]
-Body = bytes | tuple[int, int, int, int]  # a pickle, or (segment, its capacity, pieces, holder)
+# A pickle; or how many pieces, loans by segment, and of segments whose descriptors come along their capacities.
+Body = bytes | tuple[int, dict[int, int], list[tuple[int, int]]]
 Frame = tuple[Kind, int, tuple[int, ...], Body]  # kind, number of the question, segments that are gone, body
 
 _FRAME_BYTES = 4 * INLINE_BYTES
-_MAX_FDS = 4
+_MAX_FDS = 253  # the kernel's own bound
 _IN_A_THREAD_BYTES = 1 << 20  # from this size on, a parcel is filled in a thread and the event loop goes on
 
 
@@ -131,7 +132,7 @@ class Link:
         self._receive = receive
         self._lost = lost
         self._lock = threading.Lock()  # of everything below
-        self._holder = outbox().join()
+        self._number = outbox().join()  # among this process's links
         self._known: set[int] = set()  # segments that the other end has mapped
         self._backlog: deque[tuple[bytes, list[int]]] = deque()
         self._waiting: dict[int, Future[Any]] = {}
@@ -175,12 +176,16 @@ class Link:
             self._known -= set(gone)
             body: Body = parcel.head
             copies = [os.dup(fd) for fd in fds]
-            if (segment := parcel.segment) is not None:
-                if segment.ident not in self._known:
-                    copies.append(os.dup(segment.fd))
-                    self._known.add(segment.ident)
-                segment.bytes[self._holder] = 1
-                body = (segment.ident, segment.capacity, parcel.num_pieces, self._holder)
+            if parcel.segment is not None:
+                loans = [(each, outbox().lend(each, self._number)) for each in (parcel.segment, *parcel.others)]
+                fresh = [each for each, _ in loans if each.ident not in self._known]
+                copies += [os.dup(each.fd) for each in fresh]
+                self._known.update(each.ident for each in fresh)
+                body = (
+                    parcel.num_pieces,
+                    {each.ident: loan for each, loan in loans},
+                    [(each.ident, each.capacity) for each in fresh],
+                )
             self._backlog.append((frame(kind, number, body, gone), copies))
             if len(self._backlog) == 1:
                 self._flush()
@@ -255,10 +260,10 @@ class Link:
     def _value(self, body: Body, fds: list[int]) -> Any:
         if isinstance(body, bytes):
             return unpack(body, ())
-        ident, capacity, num, holder = body
-        for fd in fds:
+        num, loans, fresh = body
+        for (ident, capacity), fd in zip(fresh, fds, strict=False):
             self._inbox.add(ident, capacity, fd)
-        head, *pieces = self._inbox.pieces(ident, num, holder)
+        head, *pieces = self._inbox.pieces(num, loans)
         return unpack(head, pieces)
 
     def _answered(self, number: int) -> Future[Any] | None:
@@ -286,7 +291,7 @@ class Link:
             reader().remove_reader(self._socket)
             reader().remove_writer(self._socket)
             self._socket.close()
-            outbox().leave(self._holder)
+            outbox().leave(self._number)
             for fd in (fd for _, fds in self._backlog for fd in fds):
                 os.close(fd)
             self._backlog.clear()

@@ -1,8 +1,8 @@
 """A TransferQueue for workers in other processes: its owner serves it, and they fetch and write their rows by handle.
 
-Columns travel as parcels, so that the owner's rows are copied once into shared memory, and rows that a worker writes stay in
-the memory where that worker put them. The rules are the queue's own: this only carries calls to the loop of the process that
-owns it, and what they raise back.
+Columns travel as parcels: rows that a worker writes stay in the memory where that worker put them, and the owner's rows are
+copied once into shared memory for each call that fetches them, or never where a queue made with `empty=shared` joined them. The
+rules are the queue's own: this only carries calls to the loop of the process that owns it, and what they raise back.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+import torch
+from torch import Tensor
+
 from tandem.data_proto import DataProto
 from tandem.errors import RunError, WorkerError
 from tandem.ports import Consumer, Lease, TransferQueue
-from tandem.runtime.link import Link, Question
+from tandem.runtime.link import Link, Question, outbox
 from tandem.types import GroupKey, Key, Metrics
 
 _METHODS = frozenset(name for name, member in vars(TransferQueue).items() if inspect.isfunction(member) and name[0] != "_")
@@ -36,6 +39,11 @@ async def perform(queue: TransferQueue, name: str, args: tuple[Any, ...], kwargs
         raise RunError(f"a TransferQueue has no method {name!r}")
     result = getattr(queue, name)(*args, **kwargs)
     return await cast("Awaitable[object]", result) if inspect.isawaitable(result) else result
+
+
+def shared(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """New memory, for a queue that is served: rows that lie in it are shown to workers without a copy."""
+    return outbox().empty(shape, dtype)
 
 
 class QueueServer:
