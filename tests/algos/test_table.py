@@ -170,6 +170,35 @@ def test_a_correction_has_a_mapping_of_parameters(value: object) -> None:
         configure("grpo", {"correction": {"icepop": value}})  # type: ignore[dict-item]
 
 
+def test_every_correction_is_looked_at() -> None:
+    with pytest.raises(ConfigError) as caught:
+        configure("grpo", {"correction": {"icepop": 3, "kpop": {"low": 0.1, "hihg": 1.0}, "off_policy_sequence_mask": {"low": 0.1}}})
+    problems = str(caught.value).splitlines()
+    assert [each for each in problems if "a mapping of its parameters" in each and "icepop" in each]
+    assert [each for each in problems if "kpop is a bound on a divergence" in each]
+    assert [each for each in problems if "kpop has no parameter 'hihg'; did you mean high?" in each]
+    assert [each for each in problems if "off_policy_sequence_mask has no parameter 'low'" in each]
+    assert len(problems) == 4
+
+
+def test_the_largest_float32_is_a_number_and_what_is_above_is_none() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert configure("cispo", {"clip_high": largest}).params["clip_high"] == largest
+    with pytest.raises(ConfigError, match="it must be finite, in float32"):
+        configure("cispo", {"clip_high": 2 * largest})
+
+
+def test_what_every_policy_row_takes() -> None:
+    chosen = configure("grpo").params
+    assert {name: chosen[name] for name in ("correction", "denominator", "bypass", "resampling", "resampling_pow")} == {
+        "correction": None,
+        "denominator": "all",
+        "bypass": False,
+        "resampling": None,
+        "resampling_pow": 2.0,
+    }
+
+
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("threshold", [*THRESHOLDS[1:], "0.5_2.0"])
 def test_a_threshold_of_a_divergence_is_one_number(estimator: str, threshold: str) -> None:
@@ -179,9 +208,9 @@ def test_a_threshold_of_a_divergence_is_one_number(estimator: str, threshold: st
 
 
 def test_unknown_names_list_what_there_is() -> None:
-    with pytest.raises(RegistryError, match="did you mean 'grpo'"):
+    with pytest.raises(RegistryError, match="algorithm 'gprpo'.*did you mean 'grpo'"):
         configure("gprpo")
-    with pytest.raises(RegistryError, match="varied_rewards"):
+    with pytest.raises(RegistryError, match="group filter 'varied_reward'.*did you mean 'varied_rewards'"):
         configure("grpo", {"keep": "varied_reward"})
 
 
