@@ -77,6 +77,29 @@ def test_the_divergence_is_exact_on_the_whole_vocabulary_and_never_above_it(beta
     torch.testing.assert_close(found, exact, atol=1e-4, rtol=0)
 
 
+def test_what_is_less_likely_than_the_floor_counts_as_this_likely_without_gradient() -> None:
+    student = torch.tensor([[-0.1, -3.0, -30.0], [-0.5, -1.5, -2.0]], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[-0.2, -40.0, -2.0], [-0.4, -2.0, -2.5]], dtype=torch.float64)
+    at_floor = student.detach().clone().requires_grad_()
+    lifted_teacher = torch.tensor([[-0.2, -10.0, -2.0], [-0.4, -2.0, -2.5]], dtype=torch.float64)
+    lifted = torch.cat([at_floor[:, :2], torch.tensor([[-10.0], [-2.0]], dtype=torch.float64)], 1)
+    for direction in ("forward", "reverse", "mixed"):
+        found = topk_kl_at(student, teacher, direction=direction, logprob_floor=-10.0, floor=False)
+        want = topk_kl_at(lifted, lifted_teacher, direction=direction, floor=False)
+        torch.testing.assert_close(found.loss, want.loss)
+        assert torch.equal(found.student_mass, topk_kl_at(student, teacher).student_mass)
+        (got,) = torch.autograd.grad(found.loss.sum(), student)
+        (wanted,) = torch.autograd.grad(want.loss[0], at_floor)
+        torch.testing.assert_close(got[0], wanted[0])
+        assert got[0, 2] == 0
+        assert bool((got[1] != 0).all())
+    mask = torch.tensor([True, True])
+    term = topk_distillation(inputs(student, teacher, mask), logprob_floor=-10.0)
+    torch.testing.assert_close(
+        term.loss, topk_kl_at(student, teacher, logprob_floor=-10.0).loss.float().double(), rtol=1e-6, atol=0
+    )
+
+
 def test_a_batch_without_the_teacher_s_tokens_is_refused() -> None:
     ones = torch.ones(1, dtype=torch.int64)
     with pytest.raises(ColumnError, match="teacher_topk_ids"):
@@ -99,6 +122,7 @@ def test_what_each_row_reads_says_where_its_responses_come_from() -> None:
         ("gkd", {"topk": -1}, "topk must be at least 1"),
         ("kd", {"distillation_coef": -1.0}, "must not be negative"),
         ("kd", {"mixed_weight": 2.0}, r"in \[0, 1\]"),
+        ("kd", {"logprob_floor": 0.0}, "logprob_floor must be negative"),
         ("gkd", {"jsd_beta": 1.5}, r"in \[0, 1\]"),
         ("opd_loss", {"distillation_estimator": "k1", "distillation_gradient": "direct"}, "does not work inside a loss"),
     ],

@@ -147,6 +147,9 @@ CHOICES: list[tuple[str, Callable[[Any], object]]] = [
     ("preference", lambda value: preferences.preference_loss(-torch.ones(1, 2), -torch.ones(1, 2), preference=value)),
     ("ratio", lambda value: loss("sequence_losses.sequence_clip", ratio=value)),
     ("gradient", lambda value: loss("sequence_losses.sequence_clip", gradient=value)),
+    ("sides", lambda value: loss("policy_losses.dppo_tv", sides=value)),
+    ("surrogate", lambda value: loss("policy_losses.dppo_tv", surrogate=value)),
+    ("surrogate", lambda value: loss("policy_losses.dppo_kl", surrogate=value)),
     ("method", lambda value: shaping.resampling_weights(REWARDS, method=value)),
 ]
 

@@ -172,7 +172,9 @@ def test_a_correction_has_a_mapping_of_parameters(value: object) -> None:
 
 def test_every_correction_is_looked_at() -> None:
     with pytest.raises(ConfigError) as caught:
-        configure("grpo", {"correction": {"icepop": 3, "kpop": {"low": 0.1, "hihg": 1.0}, "off_policy_sequence_mask": {"low": 0.1}}})
+        configure(
+            "grpo", {"correction": {"icepop": 3, "kpop": {"low": 0.1, "hihg": 1.0}, "off_policy_sequence_mask": {"low": 0.1}}}
+        )
     problems = str(caught.value).splitlines()
     assert [each for each in problems if "a mapping of its parameters" in each and "icepop" in each]
     assert [each for each in problems if "kpop is a bound on a divergence" in each]
@@ -208,9 +210,9 @@ def test_a_threshold_of_a_divergence_is_one_number(estimator: str, threshold: st
 
 
 def test_unknown_names_list_what_there_is() -> None:
-    with pytest.raises(RegistryError, match="algorithm 'gprpo'.*did you mean 'grpo'"):
+    with pytest.raises(RegistryError, match=r"algorithm 'gprpo'.*did you mean 'grpo'"):
         configure("gprpo")
-    with pytest.raises(RegistryError, match="group filter 'varied_reward'.*did you mean 'varied_rewards'"):
+    with pytest.raises(RegistryError, match=r"group filter 'varied_reward'.*did you mean 'varied_rewards'"):
         configure("grpo", {"keep": "varied_reward"})
 
 

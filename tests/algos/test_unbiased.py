@@ -155,7 +155,7 @@ ROWS: dict[str, Row] = {
     "importance_sampling": Row(OWN * GROUP),  # a sum over the batch, no mean
     # unbiased but for the mean over tokens
     **dict.fromkeys(("flash_reinforce", "prime_rl", "topr", "dro", "reinforce_tis"), CENTRED),
-    "opd": Row(1, {"length": SUM}, "like the teacher"),
+    **dict.fromkeys(("opd", "prime_rl_opd"), Row(1, {"length": SUM}, "like the teacher")),
     # divided by a deviation
     **dict.fromkeys(("grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl", "kl_cov"), GRPO),
     "luspo": Row(OWN, {"deviation": PLAIN}),

@@ -611,7 +611,7 @@ def _topk(table: Table, params: Params) -> Outputs:
     teacher = table.raw("teacher_topk_logprobs").flatten(0, 1)
     ids = table.raw("teacher_topk_ids").flatten(0, 1).long()
     how = {"direction": params["kl_type"], "floor": params["kl_type"] == "forward"}
-    how |= given(topk_kl, params, mixed_weight="mixed_kl_weight")
+    how |= given(topk_kl, params, mixed_weight="mixed_kl_weight", logprob_floor="log_prob_min_clamp")
     outputs = _on_logits(table, params, lambda logits: topk_kl(logits, teacher, ids, **how).loss)
     mass = topk_kl(table.raw("student_logits").flatten(0, 1), teacher, ids, **how).student_mass
     return outputs | {"student_mass": table.padded(keep(mass, table.mask))}

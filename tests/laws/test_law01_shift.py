@@ -1,5 +1,5 @@
-"""Law 1: logprob[t] is that of token t given the tokens before t, computed in one function; packed, padded and brute
-force agree.
+"""Law 1: logprob[t] is that of token t given the tokens before t, and value[t] that of the state before it, each computed in
+one function; packed, padded and brute force agree.
 
 Brute force scores each token by itself, from a forward of nothing but its prefix, so that it cannot know what follows.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.data_proto import DataProto
 from tandem.models import heads, numerics
 from tandem.models.decoder import Decoder
+from tandem.models.values import VALUE_HEAD, ValueModel
 from tandem.types import Key
 from tests.laws.breaking import Breaker
 from tests.models.tiny import config, loud, tokens
@@ -96,7 +97,47 @@ def check_only_masked_positions_count() -> None:
         assert torch.equal(mixed[start:end], score(decoder, others)[start:end])
 
 
-CHECKS = [check_brute_force, check_packed_is_padded, check_permutation, check_only_masked_positions_count]
+def critic() -> ValueModel:
+    model, seeded = ValueModel(config()), torch.Generator().manual_seed(2)
+    score = torch.randn(1, config().hidden_size, generator=seeded)
+    model.load_state_dict({**loud(config()).state_dict(), VALUE_HEAD: score})
+    return model
+
+
+def values(model: ValueModel, rows: DataProto, *, pad: int = 0, width: int | None = None) -> Tensor:
+    """Packed values [N], by way of a padded forward."""
+    padded, mask = rows.pad("tokens", value=pad, width=width), rows.pad("mask", width=width)
+    found = heads.row_values(model, padded, rows.lengths, mask).detach()
+    return DataProto.pack(rows.keys, rows.valid(width=width), token={"values": found})["values"]
+
+
+def check_values_by_brute_force() -> None:
+    """A token's value is that of the state before it: the score of the last hidden state of nothing but its prefix."""
+    model, rows = critic(), batch()
+    found, score = values(model, rows), model.score.weight[0].detach().double()
+    assert torch.equal(found != 0, rows["mask"])
+    for row, start in enumerate(rows.offsets[: len(rows)]):
+        for place in range(start, start + int(rows.lengths[row])):
+            if rows["mask"][place]:
+                last = model.prefill(rows["tokens"][None, start:place])[0, -1].detach()
+                assert abs(float(found[place]) - float(score @ last.double())) < 1e-5
+
+
+def check_values_packed_are_padded() -> None:
+    model, rows = critic(), batch()
+    alone = torch.cat([values(model, rows.select([i])) for i in range(len(rows))])
+    for pad, width in ((0, None), (60, 13)):
+        assert torch.equal(values(model, rows, pad=pad, width=width), alone)
+
+
+CHECKS = [
+    check_brute_force,
+    check_packed_is_padded,
+    check_permutation,
+    check_only_masked_positions_count,
+    check_values_by_brute_force,
+    check_values_packed_are_padded,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
@@ -133,6 +174,12 @@ def _unmasked_prompt(decoder: Decoder, tokens: Tensor, lengths: Tensor, mask: Te
     return _ROW_LOGPROBS(decoder, tokens, lengths, (place > 0) & (place < lengths[:, None]), *rest)
 
 
+def _value_late_by_one(model: ValueModel, tokens: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
+    """The value of the state that has read the token."""
+    at = mask.nonzero().unbind(1)
+    return torch.zeros(tokens.shape).index_put(at, model.values(model.prefill(tokens)[at]))
+
+
 def _padding_is_read(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Attention over the whole padded window."""
     return _ATTENTION(q, k, v, torch.zeros_like(bias))
@@ -145,6 +192,8 @@ BREAKERS = [
     Breaker(1, "result-moved-by-one", "tandem.models.heads:row_logprobs", _result_moved_by_one, check_brute_force),
     Breaker(1, "shift-across-rows", "tandem.models.heads:row_logprobs", _across_rows, check_only_masked_positions_count),
     Breaker(1, "prompt-scored", "tandem.models.heads:row_logprobs", _unmasked_prompt, check_only_masked_positions_count),
+    Breaker(1, "value-late-by-one", "tandem.models.heads:row_values", _value_late_by_one, check_values_by_brute_force),
+    Breaker(1, "value-reads-padding", "tandem.models.numerics:attention", _padding_is_read, check_values_packed_are_padded),
     Breaker(1, "future-is-read", "tandem.models.numerics:attention", _padding_is_read, check_brute_force),
     Breaker(1, "padding-leaks", "tandem.models.numerics:attention", _padding_is_read, check_packed_is_padded),
 ]

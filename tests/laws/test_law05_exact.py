@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.algos.extra_terms import kl_estimate
+from tandem.algos.functions import loss_function
+from tandem.algos.kl import KLEstimator
+from tandem.algos.terms import LossInputs
 from tandem.models import heads as output_heads
 from tandem.models import numerics
 from tandem.models.adapters import LoraConfig
@@ -150,6 +154,37 @@ def check_temperature() -> None:
         assert (torch.tensor(got.logprobs) - want).abs().max() < 1e-5
 
 
+def check_first_step() -> None:
+    """The KL from the reference is exactly 0 and every ratio exactly 1 where the policy has not moved yet: what GRPO measures.
+
+    The reference is another object with the same weights, and reads the rows in other batches than the trainer.
+    """
+    model, reference = decoder(4, 1), decoder(4, 1)
+    pairs = list(zip(asked := ragged(14, 12, 40, seed=4), run(engine(model, slots=5), asked), strict=True))
+    sampled = [torch.tensor(got.logprobs) for _, got in pairs]
+    halves = [*trainer_logprobs(reference, pairs[::2]), *trainer_logprobs(reference, pairs[1::2])]
+    from_reference = [halves[i // 2 + (i % 2) * -(-len(pairs) // 2)] for i in range(len(pairs))]
+    lengths = torch.tensor([len(each) for each in sampled])
+    columns = {"old_logprobs": torch.cat(sampled), "ref_logprobs": torch.cat(from_reference)}
+    inputs = LossInputs(
+        logprobs=torch.cat(trainer_logprobs(model, pairs)),
+        mask=torch.ones(int(lengths.sum()), dtype=torch.bool),
+        lengths=lengths,
+        columns={**columns, "advantages": torch.ones(int(lengths.sum()))},
+    )
+    for estimator in get_args(KLEstimator):
+        found = kl_estimate(inputs, "kl", "ref_logprobs", 1.0, estimator, "direct")
+        assert not bool(found.terms["kl"].any()), estimator
+    metrics = loss_function("ppo_clip+kl")(inputs, kl_coef=0.1).metrics.values_by_name()
+    assert {name: metrics[name] for name in ("ratio", "ratio_max", "kl_old_new", "kl_ref", "clip_fraction")} == {
+        "ratio": 1.0,
+        "ratio_max": 1.0,
+        "kl_old_new": 0.0,
+        "kl_ref": 0.0,
+        "clip_fraction": 0.0,
+    }
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("heads", HEADS)
 def test_rollout_logprobs_are_the_trainers(heads: tuple[int, int], num_threads: int) -> None:
@@ -197,6 +232,10 @@ def test_on_policy_after_new_weights() -> None:
     check_new_weights()
 
 
+def test_at_the_first_step_kl_is_0_and_ratios_are_1() -> None:
+    check_first_step()
+
+
 def test_the_temperature_is_the_requests() -> None:
     check_temperature()
 
@@ -240,6 +279,12 @@ def _adapter_in_training_only(self: LoraLinear, x: Tensor) -> Tensor:
     return _LORA_LINEAR(self, x) if torch.is_grad_enabled() else self.base(x)
 
 
+def _kl_with_rounding(logprobs: Tensor, ref: Tensor, **how: Any) -> Tensor:
+    """k3 from probabilities, whose logarithms are not to the bit what went in."""
+    back = logprobs.exp().log()
+    return (ref - back).exp() - 1 - (ref - back)
+
+
 _LORA_LINEAR = LoraLinear.__call__
 _TOKEN_LOGPROBS = output_heads.token_logprobs
 _LOAD_WEIGHTS = NativeEngine.load_weights
@@ -249,6 +294,8 @@ BREAKERS = [
     Breaker(5, "values-cut-by-width", "tandem.models.numerics:attention_values", _values_cut_by_width, check_long),
     Breaker(5, "trainer-ignores-temperature", "tandem.models.heads:token_logprobs", _trainer_without_temperature, check),
     Breaker(5, "nobody-has-temperature", "tandem.models.heads:_divisor", _nobody_has_temperature, check_temperature),
+    Breaker(5, "reference-by-batch", "tandem.models.numerics:linear", _linear_by_batch, check_first_step),
+    Breaker(5, "kl-with-rounding", "tandem.algos.extra_terms:kl_divergence", _kl_with_rounding, check_first_step),
     Breaker(5, "rows-move-without-cache", "tandem.models.decoder:KVCache.copy", _rows_move_without_their_cache, check),
     Breaker(5, "adapter-in-training-only", "tandem.models.lora:LoraLinear.__call__", _adapter_in_training_only, check_adapter),
     Breaker(5, "stale-cache", "tandem.rollout.native:NativeEngine.load_weights", _stale_cache, check_new_weights),

@@ -39,10 +39,18 @@ def topk_kl(
     direction: Direction = "forward",
     mixed_weight: float = 0.5,
     floor: bool = True,
+    logprob_floor: float | None = None,
 ) -> TopKLoss:
     """`topk_kl_at` for a student whose logits are at hand."""
     logprobs_NK = torch.log_softmax(logits_NV, -1).gather(-1, teacher_ids_NK)
-    return topk_kl_at(logprobs_NK, teacher_logprobs_NK, direction=direction, mixed_weight=mixed_weight, floor=floor)
+    return topk_kl_at(
+        logprobs_NK,
+        teacher_logprobs_NK,
+        direction=direction,
+        mixed_weight=mixed_weight,
+        floor=floor,
+        logprob_floor=logprob_floor,
+    )
 
 
 def topk_kl_at(
@@ -52,16 +60,22 @@ def topk_kl_at(
     direction: Direction = "forward",
     mixed_weight: float = 0.5,
     floor: bool = True,
+    logprob_floor: float | None = None,
 ) -> TopKLoss:
     """Forward: sum_k T (log T - log S); reverse: sum_k S (log S - log T); mixed: a weighted sum of the two, forward first: [N].
 
     Over the teacher's top k, not renormalised (verl, NeMo-RL), so that reverse and mixed are lowered by probability that
-    leaves the top k. floor: not below 0 where what is missing makes the sum so.
+    leaves the top k. floor: not below 0 where what is missing makes the sum so. logprob_floor: what is less likely, by the
+    student or the teacher, counts as this likely, without gradient (verl's log_prob_min_clamp); None is off.
     """
     check_choice("direction", direction, get_args(Direction))
     check(0 <= mixed_weight <= 1, f"mixed_weight must be in [0, 1], got {mixed_weight}")
-    gap = teacher_logprobs_NK - logprobs_NK
-    forward, backward = (teacher_logprobs_NK.exp() * gap).sum(-1), (-logprobs_NK.exp() * gap).sum(-1)
+    check(logprob_floor is None or logprob_floor < 0, f"logprob_floor must be negative (None is off), got {logprob_floor}")
+    student, teacher = logprobs_NK, teacher_logprobs_NK
+    if logprob_floor is not None:
+        student, teacher = student.clamp(min=logprob_floor), teacher.clamp(min=logprob_floor)
+    gap = teacher - student
+    forward, backward = (teacher.exp() * gap).sum(-1), (-student.exp() * gap).sum(-1)
     match direction:
         case "forward":
             loss = forward
@@ -107,6 +121,7 @@ def topk_distillation(
     direction: Direction = "forward",
     mixed_weight: float = 0.5,
     floor: bool = True,
+    logprob_floor: float | None = None,
     distillation_coef: float = 1.0,
 ) -> TokenLoss:
     """distillation_coef KL over the teacher's top k, S student, T teacher, term "distillation" (verl, NeMo-RL).
@@ -115,9 +130,17 @@ def topk_distillation(
     the other. Not renormalised: reverse and mixed are lowered, too, by probability that leaves the top k. Reads
     teacher_topk_ids and teacher_topk_logprobs.
 
-    topk: how many tokens the teacher gives. floor: a token's sum is not below 0.
+    topk: how many tokens the teacher gives. floor: a token's sum is not below 0. logprob_floor: less likely tokens count as
+    this likely; None is off.
     """
-    found = topk_kl_at(inputs.topk_logprobs, _teacher(inputs, topk), direction=direction, mixed_weight=mixed_weight, floor=floor)
+    found = topk_kl_at(
+        inputs.topk_logprobs,
+        _teacher(inputs, topk),
+        direction=direction,
+        mixed_weight=mixed_weight,
+        floor=floor,
+        logprob_floor=logprob_floor,
+    )
     return _term(inputs, found.loss, found.student_mass, distillation_coef)
 
 

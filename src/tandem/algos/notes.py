@@ -244,6 +244,11 @@ NOTES: dict[str, Note] = {
         "A stronger teacher with the same tokenizer: teacher.path.",
         {"NeMo-RL": "the defaults", "verl": "dual_clip=3.0 advantage_clamp=10.0"},
     ),
+    "prime_rl_opd": Note(
+        "The policy gradient of the reverse KL to the teacher, by the ratio to the sampler, inside a one-sided trust region.",
+        "opd in asynchronous runs as prime-rl does them: teacher.path. Its credit is that of the current policy, each step anew.",
+        {"prime-rl": "the defaults"},
+    ),
     "mopd": Note(
         "A group's reward advantage plus the teacher's pull.",
         "A reward and a teacher at once: teacher.path.",
@@ -269,7 +274,10 @@ NOTES: dict[str, Note] = {
     "kd": Note(
         "The student matches the teacher's likeliest tokens on given responses.",
         "A teacher with the same tokenizer and good responses; one pass of it a response, and no sampling.",
-        {"verl": "direction=forward, on the student's samples: opd_topk", "NeMo-RL": "direction, mixed_weight; floor=false"},
+        {
+            "verl": "direction=forward logprob_floor=-10.0, on its samples: opd_topk",
+            "NeMo-RL": "direction, mixed_weight; floor=false",
+        },
     ),
     "gkd": Note(
         "A divergence between KL(T, S) and KL(S, T), on given responses.",
@@ -287,7 +295,7 @@ NOTES: dict[str, Note] = {
     "opd_topk": Note(
         "The student matches the teacher's likeliest tokens on its own samples.",
         "More signal a token than opd, for K numbers a token. Needs no reward.",
-        {"verl": "direction=forward", "NeMo-RL": "direction=mixed floor=false"},
+        {"verl": "direction=forward logprob_floor=-10.0", "NeMo-RL": "direction=mixed floor=false"},
     ),
     "opd_jsd": Note(
         "GKD on the student's own samples.",

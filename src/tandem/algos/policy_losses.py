@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.algos.checks import keep
-from tandem.algos.ratios import check, check_clip, clipped_surrogate, log_ratio, policy_term, ratio_metrics
+from tandem.algos.ratios import check, check_choice, check_clip, clipped_surrogate, log_ratio, policy_term, ratio_metrics
 from tandem.algos.terms import LossInputs, TokenLoss
 
 
@@ -149,6 +149,7 @@ def dppo_tv(
     old_logprobs are the sampler's in the paper. surrogate "ratio" is -A min(r, ratio_cap); its gradient below the cap is the same.
     """
     check(clip_low >= 0 and clip_high >= 0, f"clip_low={clip_low} and clip_high={clip_high} must not be negative")
+    check_choice("sides", sides, ("outward", "both"))
     moved = inputs.policy_logprobs.detach().exp() - inputs.token("old_logprobs").exp()
     up, down = moved <= clip_high, moved >= -clip_low
     near = up & down if sides == "both" else _by_sign(inputs.token("advantages"), up, down)
@@ -189,6 +190,7 @@ def _gated(
     ratio_cap: float | None,
     log_ratio_clamp: float | None,
 ) -> TokenLoss:
+    check_choice("surrogate", surrogate, ("logprob", "ratio"))
     check(ratio_cap is None or ratio_cap >= 1, f"ratio_cap must be at least 1 (None is off), got {ratio_cap}")
     x = inputs.policy_logprobs
     difference = log_ratio(x if surrogate == "ratio" else x.detach(), inputs.token("old_logprobs"), log_ratio_clamp)

@@ -305,6 +305,13 @@ ROWS = (
         params={"aggregation": "token-mean"},
     ),
     Algorithm(
+        name="prime_rl_opd",
+        source="prime-rl's ref_kl loss",
+        advantage="teacher_advantage",
+        loss="reverse_kl_policy_gradient+squared_log_ratio",
+        params={"bypass": True, "aggregation": "token-mean"},
+    ),
+    Algorithm(
         name="mopd",
         source="MOPD, arXiv 2601.02780",
         advantage="group_baseline+reverse_kl",
