@@ -13,6 +13,7 @@ from tandem.algos.segments import (
     row_mean,
     row_of_token,
     row_sum,
+    to_array,
 )
 
 #   rows of 4, 0, 2 and 1 tokens; the last has none that counts
@@ -85,6 +86,19 @@ def test_precision() -> None:
     values, discount = torch.ones(9, dtype=torch.float64), torch.tensor([0.1])
     want = discounted_sums(values, every, one_row, discount.double())
     assert torch.equal(discounted_sums(values, every, one_row, discount), want)
+
+
+def test_a_column_of_rows_as_an_array() -> None:
+    rewards = torch.tensor([1.5, -2.0])
+    for column in (rewards, rewards.bfloat16(), rewards.double(), rewards.clone().requires_grad_(), torch.tensor([True, False])):
+        found = to_array(column)
+        assert found.dtype == np.float64
+        assert found.tolist() == column.tolist()
+
+
+def test_groups_of_nothing() -> None:
+    none = Groups(torch.zeros(0, dtype=torch.int64))
+    assert (none.sizes.tolist(), none.mean(np.zeros(0)).tolist(), none.lowest(np.zeros(0)).tolist()) == ([], [], [])
 
 
 def test_groups_by_id() -> None:

@@ -27,6 +27,7 @@ from tandem.errors import ColumnError, NonFiniteError
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _NAME = re.compile(r"\w+?_(?P<axes>[A-Z0-9]+|n)")
+_WIDE = (torch.float32, torch.float64)
 _FIXED = {digit: int(digit) for digit in "123456789"}
 """Axes that are their own size: the 2 of `pairs_P2`."""
 
@@ -37,7 +38,8 @@ def keep(values_N: Tensor, mask_N: Tensor, num_counted: int | None = None) -> Te
     Values may have more axes, [N, ...]. num_counted: how many are true, from a caller that knows; where all are, there is
     nothing to hide.
     """
-    values_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
+    if values_N.dtype not in _WIDE:
+        values_N = values_N.float()
     if num_counted == len(mask_N):
         return values_N
     return torch.where(mask_N.reshape(-1, *(1,) * (values_N.dim() - 1)), values_N, 0.0)
@@ -106,7 +108,7 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
         for name in of_rows:
             if name in tensors:
                 _require_finite(name, tensors[name], "row", None)
-        if not of_tokens:
+        if not of_tokens or "mask_N" not in tensors:
             return function(*args, **kwargs)
         counted = _counted([name for name in of_tokens if name in tensors], tensors)
         placed = (counted.get(name, value) for name, value in zip_longest(names[: len(args)], args, fillvalue=""))
