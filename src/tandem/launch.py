@@ -5,7 +5,8 @@
       metrics.jsonl    a line a step              samples.jsonl   every episode that was trained on
       snapshots/       to resume from             journal.jsonl   judgements that depended on a clock
       tensorboard/     curve.png  summary.json    final/          a Hugging Face directory
-      initial/         the policy as the main phase begins, where another role is a copy of it
+      initial/         the policy as the main phase begins, where a worker begins as a copy of it
+      logs/            what worker processes wrote, if there are any
       warmup/          metrics, snapshots and TensorBoard of the warm-up, if there is one
 
 Both phases are the same: restore the last good snapshot if there is one, run the loop, and leave a snapshot behind.
@@ -34,14 +35,15 @@ from tandem.assemble.rollout import Rollout, open_rollout
 from tandem.assemble.tasks import build_dataset
 from tandem.assemble.trackers import build_trackers
 from tandem.checkpoint.journal import Journal
-from tandem.checkpoint.snapshots import SnapshotStore
-from tandem.checkpoint.wire import wire_hash
+from tandem.checkpoint.snapshots import Part, SnapshotStore
+from tandem.checkpoint.wire import whole_shards, wire_hash
 from tandem.config import Resolved, dump, flatten
 from tandem.durable import attempt, write_whole
 from tandem.errors import ConfigError
 from tandem.faults import crash_point
-from tandem.ports import Dataset
+from tandem.ports import Dataset, WorkerGroup
 from tandem.recipe import DatasetSection, Recipe, load_recipe
+from tandem.runtime.placement import RuntimeConfig
 from tandem.track.curve import LearningCurve, draw_png
 from tandem.track.jsonl import read_series
 from tandem.track.report import final_report, shown
@@ -53,6 +55,7 @@ from tandem.trainer.heldout import HeldOutLoss
 from tandem.trainer.sampler import seed_of
 from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutSource
+from tandem.trainer.workers import ModelWorker
 from tandem.types import Json, Metrics, PolicyRef
 
 _UNTOLD = "nothing was measured: the recipe names no data.heldout, or neither a reward nor responses to judge a loss by"
@@ -162,8 +165,8 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
             journal = stack.enter_context(closing(Journal(directory / "journal.jsonl")))
             rollout = await stack.enter_async_context(open_rollout(recipe, model, journal))
         heldout = _heldout(recipe) if rollout is not None and recipe.reward is not None else None
-        phase = main_phase(recipe, model, None if from_dataset(recipe) else rollout)
-        first = warmup_phase(recipe, model) if recipe.warmup is not None else None
+        phase = main_phase(recipe, model, rollout, directory / "logs")
+        first = warmup_phase(recipe, model, directory / "warmup" / "logs") if recipe.warmup is not None else None
         initial, copies = directory / "initial", phase.roles.copies
         if resume and copies and _has_begun(recipe) and not initial.is_dir():
             raise ConfigError(
@@ -172,6 +175,8 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
             )
         stack.enter_context(_open_directory(directory, resolved, resume, console))
         console.print(_describe(model), markup=False, highlight=False)
+        if not phase.workers.shared:
+            console.print(phase.workers.describe(), markup=False, highlight=False)
         if not recipe.sampling.full_support and not from_dataset(recipe):
             console.print(
                 "warning: top_p, top_k, min_p or temperature 0 cut what is sampled from, and logprobs are those of the whole "
@@ -182,10 +187,6 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
         if recipe.warmup is not None and first is not None and main.store.latest() is None:
             warmup = _PhaseRun(recipe, first, directory / "warmup", console, None, None, recipe.warmup.snapshot_every)
             await warmup.run(began_s)
-        if copies:
-            if main.store.latest() is None:
-                _save_whole(model, initial)
-            phase.roles.begin(initial)
         await main.run(began_s)
         _finish(recipe, main, directory, console)
 
@@ -239,9 +240,18 @@ class _PhaseRun:
         self.store = SnapshotStore(self.directory / "snapshots", self.recipe.snapshots, device.fingerprint())
 
     async def run(self, began_s: float) -> None:
-        phase = self.phase
+        """Leaves the phase's model with the weights that it has at the end."""
+        phase, initial = self.phase, (self.directory / "initial").resolve()
         self.began_s = began_s
-        await phase.connect()
+        if phase.copies_policy and (self.store.latest() is None or not initial.is_dir()):
+            _save_whole(phase.model, initial)
+        async with phase.workers:
+            await phase.begin(initial)
+            await self._run()
+            await phase.current()
+
+    async def _run(self) -> None:
+        phase = self.phase
         with (
             closing(build_trackers(self.recipe, phase, self.directory, self.console)) as self.trackers,
             closing(SampleLog(self.directory / "samples.jsonl")) as self.samples,
@@ -258,7 +268,11 @@ class _PhaseRun:
         step, last = policy.version, policy.version == self.phase.steps
         if isinstance(self.phase.source, RolloutSource):
             self.samples.write(map(SampleRecord.of, self.phase.source.consumed), step)
-        if self.phase.roles.reset(self.phase.train, step):
+        if self.phase.roles.due(step):
+            weights = (self.directory / "reset").resolve()
+            _save_whole(await self.phase.current(), weights)
+            await self.phase.roles.reset(self.phase.policy, step, weights)
+            shutil.rmtree(weights)
             self.trackers.log(Metrics.sum({"train/resets": 1}), step)
         score = None
         if self._measures and (last or _due(step, self.recipe.trainer.eval_every)):
@@ -277,8 +291,8 @@ class _PhaseRun:
             "before": dict(self.before),
             "spent_s": self._wall_s(),
         }
-        models = {role.name: role.engine.save for role in self.phase.roles.saved}
-        parts = {"train": self.phase.train.save, **models, "queue": self.phase.queue.save}
+        models = {role.name: _saving(role.workers) for role in self.phase.roles.saved}
+        parts = {"train": _saving(self.phase.policy), **models, "queue": self.phase.queue.save}
         await self.store.write(step, parts, state, score=score)
         await self.phase.queue.commit(str(step))
 
@@ -293,9 +307,9 @@ class _PhaseRun:
         for warning in snapshot.warnings:
             self.console.print(f"warning: {warning}", style="yellow", markup=False)
         state = cast("Mapping[str, Mapping[str, Json]]", snapshot.state)
-        self.phase.train.load(snapshot.part("train"))
+        await self.phase.policy.call(ModelWorker.load, snapshot.part("train").resolve())
         for role in self.phase.roles.saved:
-            role.engine.load(snapshot.part(role.name))
+            await role.workers.call(ModelWorker.load, snapshot.part(role.name).resolve())
         await self.phase.queue.restore(str(snapshot.step), snapshot.part("queue"))
         self.phase.source.restore(state["source"])
         self.phase.kl.restore(state["kl"])
@@ -325,8 +339,12 @@ class _PhaseRun:
 
     def summary(self) -> Summary:
         after = self.last.values if self.last is not None else dict[str, float]()
-        facts: dict[str, Json] = {"seed": self.recipe.seed, "weights": wire_hash(self.phase.train.weight_shards())}
+        facts: dict[str, Json] = {"seed": self.recipe.seed, "weights": wire_hash(whole_shards(self.phase.model.decoder))}
         return Summary(self.before, after, self.phase.steps, self._wall_s(), facts)
+
+
+def _saving(workers: WorkerGroup) -> Part:
+    return lambda path: workers.call(ModelWorker.save, path.resolve())
 
 
 def _due(step: int, every: int) -> bool:
@@ -415,7 +433,7 @@ async def _measure(recipe: Recipe, console: Console) -> None:
     model = build_model(recipe, first_trained(recipe))
     console.print(_describe(model), markup=False, highlight=False)
     async with AsyncExitStack() as stack:
-        loss = _heldout_loss(recipe, recipe.data.heldout, model) if from_dataset(recipe) else None
+        loss = await _heldout_loss(recipe, recipe.data.heldout, model) if from_dataset(recipe) else None
         if loss is None and recipe.reward is None:
             raise ConfigError("there is nothing to measure by: name a reward, e.g. reward.function=exact_match")
         rollout = None
@@ -429,14 +447,14 @@ async def _measure(recipe: Recipe, console: Console) -> None:
         console.print(shown(SampleRecord.of(episode)), soft_wrap=True)
 
 
-def _heldout_loss(recipe: Recipe, heldout: DatasetSection, model: Model) -> HeldOutLoss | None:
+async def _heldout_loss(recipe: Recipe, heldout: DatasetSection, model: Model) -> HeldOutLoss | None:
     """What measures the objective of a dataset, without the data that it is trained on."""
-    phase = main_phase(replace(recipe, data=replace(recipe.data, train=heldout)), model, None)
-    if copied := phase.roles.copies:
-        initial, name = recipe.run.directory / "initial", copied[0].name
-        if not initial.is_dir():
-            raise ConfigError(f"{name} is the policy as the run began, and there is no {initial}: give {name}.path its directory")
-        phase.roles.begin(initial)
+    here = replace(recipe, data=replace(recipe.data, train=heldout), runtime=RuntimeConfig())
+    phase, initial = main_phase(here, model, None, recipe.run.directory / "logs"), recipe.run.directory / "initial"
+    if (copied := phase.roles.copies) and not initial.is_dir():
+        name = copied[0].name
+        raise ConfigError(f"{name} is the policy as the run began, and there is no {initial}: give {name}.path its directory")
+    await phase.roles.begin(initial)
     return phase.heldout
 
 
@@ -447,25 +465,26 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
     async with AsyncExitStack() as stack:
         rollout = None if from_dataset(recipe) else await stack.enter_async_context(open_rollout(recipe, model))
         _heldout(recipe)
-        phases = [main_phase(recipe, model, rollout)]
+        logs = recipe.run.directory / "logs"
+        phases = [main_phase(recipe, model, rollout, logs)]
         if recipe.warmup is not None:
-            phases.insert(0, warmup_phase(recipe, model))
+            phases.insert(0, warmup_phase(recipe, model, logs))
         for phase in phases:
             console.print(f"{phase.name:<8} {phase.steps} steps of {phase.algorithm.name}: {phase.plan} -> update", markup=False)
             for role in phase.roles.all:
                 console.print(f"model    {role.describe()}", markup=False)
     for name, size in _memory(recipe, phases[-1]).items():
         console.print(f"memory   {name:<24} {size / 2**20:10,.1f} MiB", highlight=False)
-    console.print(
-        f"place    everything in this process, on the CPU, {recipe.run.threads} thread(s); rewards in processes of their own"
-    )
+    for line in phases[-1].workers.describe().splitlines():
+        console.print(f"place    {line}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"place    rewards in processes of their own; all else here, on the CPU, {recipe.run.threads} thread(s)")
 
 
 def _memory(recipe: Recipe, phase: Phase) -> dict[str, int]:
     """Bytes of what lasts from step to step; activations of one micro-batch come on top."""
     decoder = phase.model.decoder
     config, weights = decoder.config, sum(p.numel() for p in decoder.parameters()) * 4
-    beside = [(role, sum(p.numel() for p in role.model.parameters()) * 4) for role in phase.roles.all]
+    beside = [(role, role.model.num_parameters * 4) for role in phase.roles.all]
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.dtype.itemsize
     return {
         "weights": weights,

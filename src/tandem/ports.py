@@ -13,9 +13,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar
-
-from torch import Tensor
+from types import TracebackType
+from typing import Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
 
 from tandem.data_proto import DataProto
 from tandem.types import (
@@ -36,39 +35,11 @@ from tandem.types import (
     Stop,
     Task,
 )
+from tandem.weights import WeightLayout, WeightPart, WeightShard
 
 Place = Literal["device", "host"]
 
 # ----------------------------------------------------------------------------------------------------- weights
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSpec:
-    """Where a weight lives, in Hugging Face coordinates. tied_to: the name that owns the storage, if another does."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    tied_to: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WeightLayout:
-    """All weights of a model; `replicas` whole copies of them exist, and this rank holds shards of copy `replica`."""
-
-    specs: tuple[WeightSpec, ...]
-    replicas: int = 1
-    replica: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WeightShard:
-    """A block of one weight: `tensor` sits at `offsets` of the global weight `name` of shape `shape`."""
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    tensor: Tensor
 
 
 class WeightSource(Protocol):
@@ -136,6 +107,14 @@ class TrainEngine(Protocol):
 
     def load(self, path: Path) -> None: ...
 
+    def load_weights(self, path: Path) -> None:
+        """The weights of a Hugging Face directory, and an optimiser that begins anew; counts stay.
+
+        Raises ModelError, and nothing has changed then, where the directory holds another model; EngineError while a
+        gradient is pending.
+        """
+        ...
+
 
 class RolloutEngine(Protocol):
     """Token in, token out.
@@ -172,9 +151,9 @@ class RolloutEngine(Protocol):
 
 
 class CheckpointEngine(Protocol):
-    """Moves weights from a TrainEngine to RolloutEngines."""
+    """Moves weights from the ranks of a TrainEngine, which are those of a WorkerGroup of WeightWorkers, to RolloutEngines."""
 
-    async def connect(self, train: TrainEngine, rollouts: Sequence[RolloutEngine]) -> None: ...
+    async def connect(self, train: WorkerGroup, rollouts: Sequence[RolloutEngine]) -> None: ...
 
     async def publish(self, policy: PolicyRef) -> Metrics:
         """All rollouts hold the trainer's weights as `policy` when this returns; metrics say bytes and seconds.
@@ -438,6 +417,31 @@ class WorkerGroup(Protocol):
     async def call_each(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """The same arguments to every rank; one result a rank, of any type."""
         ...
+
+
+class WeightWorker(Protocol):
+    """A worker with one rank of a TrainEngine, to those that move its weights."""
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def weights(self) -> WeightPart: ...
+
+
+class Runtime(Protocol):
+    """Where workers live, for the length of an `async with`: groups are declared before, and built as it begins."""
+
+    def group(
+        self, role: str, pool: str, factory: str, *arguments: object, replicas: int = 1, collectives: bool = False
+    ) -> WorkerGroup:
+        """A worker for `role` on every rank of a pool, made there by `factory(rank, *arguments)`, "package.module:attr".
+
+        replicas: how many neighbours share their rows. collectives: the ranks meet in a torch.distributed process group.
+        """
+        ...
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 # ------------------------------------------------------------------------------------------------------ trainer

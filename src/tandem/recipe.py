@@ -17,6 +17,7 @@ from tandem.data.builtin import NoiseConfig
 from tandem.queue.memory import MemoryQueueConfig
 from tandem.rewards.workers import RewardConfig
 from tandem.rollout.native import NativeConfig
+from tandem.runtime.placement import RuntimeConfig
 from tandem.train.config import TrainConfig
 from tandem.trainer.evaluate import EvaluationConfig
 from tandem.trainer.learner import LearnerConfig
@@ -238,6 +239,7 @@ class Recipe:
     train: TrainConfig = field(default_factory=TrainConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     trainer: TrainerSection = field(default_factory=TrainerSection)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     warmup: WarmupSection | None = None
     queue: MemoryQueueConfig = field(default_factory=MemoryQueueConfig)

@@ -25,12 +25,15 @@ FAKES = {
     "Reward": "tandem.rewards.fake:FakeReward",
     "Sandbox": "tandem.sandbox.fake:FakeSandbox",
     "WorkerGroup": "tandem.runtime.fake:FakeGroup",
+    "WeightWorker": "tandem.checkpoint.fake:FakeWeightWorker",
+    "Runtime": "tandem.runtime.fake:FakeRuntime",
     "Learner": "tandem.trainer.fake:FakeLearner",
     "Source": "tandem.trainer.fake:FakeSource",
     "Tracker": "tandem.track.fake:ListTracker",
     "Dataset": "tandem.data.fake:FakeDataset",
 }
-TESTED_WITH = {"WeightSource": "CheckpointEngine"}  # a source of weights is what a checkpoint engine hands to a rollout
+TESTED_WITH = {"WeightSource": "CheckpointEngine", "WeightWorker": "CheckpointEngine", "Runtime": "WorkerGroup"}
+"""What a checkpoint engine takes and hands on; what groups come from."""
 
 
 def test_every_port_has_a_fake() -> None:

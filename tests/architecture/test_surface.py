@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 PORTS = {
     "WeightSource": "shards shared",
-    "TrainEngine": "evaluate forward forward_backward layout load place reset_optimizer save step weight_shards",
+    "TrainEngine": "evaluate forward forward_backward layout load load_weights place reset_optimizer save step weight_shards",
     "RolloutEngine": "abort capabilities close generate load_weights pause place policy resume",
     "CheckpointEngine": "connect publish",
     "TransferQueue": "ack commit drop get metrics put release reserve restore save take write",
@@ -24,6 +24,8 @@ PORTS = {
     "Reward": "__call__ close",
     "Sandbox": "run",
     "WorkerGroup": "call call_each size",
+    "WeightWorker": "weights",
+    "Runtime": "__aenter__ __aexit__ group",
     "Learner": "update",
     "Source": "__aiter__ advance policy restore state training",
     "Tracker": "close log restore state",

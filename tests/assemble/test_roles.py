@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import torch
 
 from tandem.algos.columns import loss_ref
 from tandem.algos.table import configure
 from tandem.assemble.roles import Role, Roles
+from tandem.assemble.workers import Blueprint
+from tandem.models.hf import save_decoder
 from tandem.queue.fake import FakeQueue
 from tandem.runtime.inline import InlineGroup
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
-from tandem.trainer.workers import ModelWorker
+from tandem.trainer.workers import ModelWorker, TrainWorker
 from tests.train.rows import make_rows, tiny_decoder
 
 
@@ -20,23 +25,25 @@ def step(engine: TorchEngine) -> None:
     engine.step()
 
 
-def test_a_reset_makes_the_role_the_policy_whose_next_step_is_that_of_a_new_optimiser() -> None:
+def reference(engine: TorchEngine, reset_every: int) -> Roles:
+    group = InlineGroup((ModelWorker(engine, FakeQueue()),))
+    return Roles((Role("reference", Blueprint.of(engine.decoder), None, group, {}, reset_every=reset_every),))
+
+
+def test_a_reset_makes_the_role_the_policy_whose_next_step_is_that_of_a_new_optimiser(tmp_path: Path) -> None:
     policy, old = TorchEngine(tiny_decoder(), TrainConfig()), TorchEngine(tiny_decoder(), TrainConfig())
-    roles = Roles((Role("reference", old.decoder, None, old, InlineGroup((ModelWorker(old, FakeQueue()),)), {}, reset_every=2),))
+    roles = reference(old, 2)
     assert roles.saved == roles.all
     step(policy)
-    before = [parameter.clone() for parameter in old.decoder.parameters()]
-    assert not roles.reset(policy, 1)
-    assert all(torch.equal(a, b) for a, b in zip(before, old.decoder.parameters(), strict=True))
-    assert roles.reset(policy, 2)
+    assert [roles.due(version) for version in (1, 2, 3, 4)] == [(), roles.all, (), roles.all]
+    save_decoder(policy.decoder, tmp_path)
+    asyncio.run(roles.reset(InlineGroup((TrainWorker(policy, FakeQueue(), configure("sft")),)), 2, tmp_path))
     for engine in (policy, TorchEngine(old.decoder, TrainConfig())):
         step(engine)
     assert all(torch.equal(a, b) for a, b in zip(policy.decoder.parameters(), old.decoder.parameters(), strict=True))
 
 
 def test_nothing_is_reset_that_was_not_asked_for() -> None:
-    policy, old = TorchEngine(tiny_decoder(), TrainConfig()), TorchEngine(tiny_decoder(), TrainConfig())
-    roles = Roles((Role("reference", old.decoder, None, old, InlineGroup((ModelWorker(old, FakeQueue()),)), {}),))
-    step(policy)
-    assert not roles.reset(policy, 2)
+    roles = reference(TorchEngine(tiny_decoder(), TrainConfig()), 0)
+    assert [roles.due(version) for version in (1, 2)] == [(), ()]
     assert roles.saved == ()

@@ -1,34 +1,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from tandem.checkpoint.fake import FakeWeightWorker
 from tandem.checkpoint.in_place import InPlace
 from tandem.checkpoint.wire import wire_hash
 from tandem.data_proto import DataProto
 from tandem.errors import EngineError
 from tandem.models.decoder import DecoderConfig, init_decoder
-from tandem.ports import WeightShard
+from tandem.queue.fake import FakeQueue
 from tandem.rollout.native import NativeConfig, NativeEngine
+from tandem.runtime.inline import InlineGroup
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
+from tandem.trainer.workers import ModelWorker
 from tandem.types import GenerateRequest, Key, LossRef, PolicyRef, Sample, SamplingParams
-from tests.contracts.test_checkpoint_engine import Rollout, Trainer, some_weights, whole
+from tandem.weights import WeightShard
+from tests.contracts.test_checkpoint_engine import Rollout, some_weights, update, whole
 
 
-class Cut(Trainer):
-    def weight_shards(self) -> Iterator[WeightShard]:
-        for shard in super().weight_shards():
-            yield WeightShard(shard.name, shard.shape, shard.offsets, shard.tensor[:1] if shard.tensor.ndim else shard.tensor)
+class Cut(FakeWeightWorker):
+    def shards(self) -> tuple[WeightShard, ...]:
+        return tuple(replace(shard, tensor=shard.tensor[:1] if shard.tensor.ndim else shard.tensor) for shard in super().shards())
 
 
-class Forgetful(Trainer):
-    def weight_shards(self) -> Iterator[WeightShard]:
-        return (shard for shard in super().weight_shards() if shard.name != "norm")
+class Forgetful(FakeWeightWorker):
+    def shards(self) -> tuple[WeightShard, ...]:
+        return tuple(shard for shard in super().shards() if shard.name != "norm")
 
 
 @pytest.mark.parametrize(
@@ -38,16 +41,16 @@ class Forgetful(Trainer):
         (Forgetful, "not in both: norm$"),
     ],
 )
-def test_weights_that_are_not_whole_are_refused(trainer: type[Trainer], message: str) -> None:
+def test_weights_that_are_not_whole_are_refused(trainer: type[FakeWeightWorker], message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        asyncio.run(InPlace().connect(trainer(some_weights()), []))
+        asyncio.run(InPlace().connect(InlineGroup([trainer(some_weights())]), []))
 
 
 def test_an_engine_that_did_not_listen_is_an_error() -> None:
     async def scenario() -> None:
-        trainer = Trainer(some_weights())
+        trainer = FakeWeightWorker(some_weights())
         engine = InPlace()
-        await engine.connect(trainer, [Rollout(trainer.weights, deaf=True)])
+        await engine.connect(InlineGroup([trainer]), [Rollout(trainer.held, deaf=True)])
         await engine.publish(PolicyRef(version=1))
 
     with pytest.raises(EngineError, match=r"says policy@0\.0 after policy@0\.1 was published to it"):
@@ -56,15 +59,15 @@ def test_an_engine_that_did_not_listen_is_an_error() -> None:
 
 def test_says_whether_anything_changed() -> None:
     async def scenario() -> None:
-        trainer = Trainer(some_weights())
+        trainer = FakeWeightWorker(some_weights())
         engine = InPlace()
-        await engine.connect(trainer, [])
+        await engine.connect(InlineGroup([trainer]), [])
         assert engine.wire_hash is None
         assert "publish/changed" not in await engine.publish(PolicyRef(version=1))
         assert (await engine.publish(PolicyRef(version=2)))["publish/changed"].value == 0
-        trainer.update()
+        update(trainer)
         assert (await engine.publish(PolicyRef(version=3)))["publish/changed"].value == 1
-        assert engine.wire_hash == wire_hash(whole(trainer.weights))
+        assert engine.wire_hash == wire_hash(whole(trainer.held))
 
     asyncio.run(scenario())
 
@@ -107,7 +110,7 @@ def test_real_engines_agree_after_every_update(tied: bool) -> None:
 
     async def scenario() -> None:
         engine, policy = InPlace(), PolicyRef()
-        await engine.connect(trainer, [rollout])
+        await engine.connect(InlineGroup([ModelWorker(trainer, FakeQueue())]), [rollout])
         hashes: set[str | None] = set()
         for _ in range(3):
             policy = policy.next()

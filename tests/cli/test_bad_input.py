@@ -220,7 +220,7 @@ def test_a_full_disk_while_a_snapshot_is_written(
 def test_a_damaged_snapshot_is_passed_over(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     newest, older = sorted((run / "snapshots").iterdir(), reverse=True)
-    weights = newest / "train" / "model.safetensors"
+    weights = newest / "train" / "model" / "whole.safetensors"
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1
     weights.write_bytes(damaged)

@@ -9,28 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.fake import FakeCheckpoint
-from tandem.checkpoint.in_place import InPlace, InPlaceConfig
+from tandem.checkpoint.fake import FakeCheckpoint, FakeWeightWorker
+from tandem.checkpoint.gathered import Gathered
+from tandem.checkpoint.in_place import InPlace
 from tandem.checkpoint.wire import wire_hash
-from tandem.data_proto import DataProto
 from tandem.errors import EngineError
-from tandem.ports import (
-    CheckpointEngine,
-    Place,
-    RolloutEngine,
-    TrainEngine,
-    WeightLayout,
-    WeightShard,
-    WeightSource,
-    WeightSpec,
-)
-from tandem.types import Chunk, GenerateRequest, Key, LossRef, Metrics, PolicyRef
+from tandem.ports import CheckpointEngine, Place, RolloutEngine, WeightSource, WeightWorker
+from tandem.runtime.inline import InlineGroup
+from tandem.types import Chunk, GenerateRequest, Key, PolicyRef
+from tandem.weights import WeightShard
 
 Weights = dict[str, Tensor]
 
@@ -40,40 +32,9 @@ def whole(weights: Weights) -> Iterator[WeightShard]:
         yield WeightShard(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
-class Trainer:
-    """Holds weights and changes them in place; nothing else of a TrainEngine matters here."""
-
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-
-    def layout(self) -> WeightLayout:
-        specs = [WeightSpec(name, tuple(t.shape), str(t.dtype)) for name, t in self.weights.items()]
-        return WeightLayout((*specs, WeightSpec("lm_head.weight", (3, 2), "torch.float32", tied_to="embed")))
-
-    def weight_shards(self) -> Iterator[WeightShard]:
-        return whole(self.weights)
-
-    def update(self) -> None:
-        for tensor in self.weights.values():
-            tensor.add_(1)
-
-    def forward(self, batch: DataProto, want: frozenset[str], *, top: int = 0) -> DataProto:
-        raise NotImplementedError
-
-    def forward_backward(self, batch: DataProto, loss: LossRef) -> tuple[Metrics, DataProto]:
-        raise NotImplementedError
-
-    def step(self) -> Metrics:
-        raise NotImplementedError
-
-    def place(self, where: Place) -> None:
-        raise NotImplementedError
-
-    def save(self, path: Path) -> None:
-        raise NotImplementedError
-
-    def load(self, path: Path) -> None:
-        raise NotImplementedError
+def update(trainer: FakeWeightWorker) -> None:
+    for tensor in trainer.held.values():
+        tensor.add_(1)
 
 
 class Rollout:
@@ -122,7 +83,7 @@ class Adapter:
 
 ADAPTERS = {
     "in_place": Adapter(InPlace, shares=True),
-    "in_place_unverified": Adapter(lambda: InPlace(InPlaceConfig(verify=False)), shares=True),
+    "gathered": Adapter(Gathered, shares=False),
     "fake": Adapter(FakeCheckpoint, shares=False),
 }
 
@@ -136,25 +97,25 @@ def some_weights() -> Weights:
     return {"embed": torch.arange(6.0).reshape(3, 2), "norm": torch.ones(2, dtype=torch.bfloat16), "scale": torch.tensor(2.0)}
 
 
-def rollouts_of(adapter: Adapter, trainer: Trainer, count: int = 2) -> list[Rollout]:
+def rollouts_of(adapter: Adapter, trainer: FakeWeightWorker, count: int = 2) -> list[Rollout]:
     if adapter.shares:
-        return [Rollout(trainer.weights) for _ in range(count)]
-    return [Rollout({name: torch.zeros_like(tensor) for name, tensor in trainer.weights.items()}) for _ in range(count)]
+        return [Rollout(trainer.held) for _ in range(count)]
+    return [Rollout({name: torch.zeros_like(tensor) for name, tensor in trainer.held.items()}) for _ in range(count)]
 
 
 def test_every_engine_holds_the_weights_and_the_policy(adapter: Adapter) -> None:
     async def scenario() -> None:
-        trainer = Trainer(some_weights())
+        trainer = FakeWeightWorker(some_weights(), copies=not adapter.shares)
         rollouts = rollouts_of(adapter, trainer)
         engine: CheckpointEngine = adapter.make()
-        await engine.connect(trainer, rollouts)
+        await engine.connect(InlineGroup([trainer]), rollouts)
         policy = PolicyRef("policy", incarnation=2)
         for _ in range(3):
-            trainer.update()
+            update(trainer)
             policy = policy.next()
             metrics = await engine.publish(policy)
             assert [rollout.policy for rollout in rollouts] == [policy, policy]
-            assert {wire_hash(whole(rollout.weights)) for rollout in rollouts} == {wire_hash(trainer.weight_shards())}
+            assert {wire_hash(whole(rollout.weights)) for rollout in rollouts} == {wire_hash(whole(trainer.held))}
             moved = 0 if adapter.shares else 2 * (24 + 4 + 4)
             assert metrics["publish/bytes"].value == moved
             assert metrics["publish/time_s"].value >= 0
@@ -164,13 +125,13 @@ def test_every_engine_holds_the_weights_and_the_policy(adapter: Adapter) -> None
 
 def test_later_updates_of_the_trainer_do_not_leak_unless_storage_is_shared(adapter: Adapter) -> None:
     async def scenario() -> None:
-        trainer = Trainer(some_weights())
+        trainer = FakeWeightWorker(some_weights(), copies=not adapter.shares)
         (rollout,) = rollouts_of(adapter, trainer, 1)
         engine = adapter.make()
-        await engine.connect(trainer, [rollout])
+        await engine.connect(InlineGroup([trainer]), [rollout])
         await engine.publish(PolicyRef(version=1))
         published = wire_hash(whole(rollout.weights))
-        trainer.update()
+        update(trainer)
         assert (wire_hash(whole(rollout.weights)) == published) is not adapter.shares
 
     asyncio.run(scenario())
@@ -181,14 +142,14 @@ def test_no_rollouts_is_fine_and_publishing_first_is_not(adapter: Adapter) -> No
         engine = adapter.make()
         with pytest.raises(EngineError, match=r"publishing policy@0\.1 before connect"):
             await engine.publish(PolicyRef(version=1))
-        await engine.connect(Trainer(some_weights()), [])
+        await engine.connect(InlineGroup([FakeWeightWorker(some_weights())]), [])
         await engine.publish(PolicyRef(version=1))
 
     asyncio.run(scenario())
 
 
 def test_the_stand_ins_are_engines() -> None:
-    trainer: TrainEngine = Trainer(some_weights())
+    trainer: WeightWorker = FakeWeightWorker(some_weights())
     rollout: RolloutEngine = Rollout({})
-    assert trainer.layout().specs[-1].tied_to == "embed"
+    assert [spec.name for spec in asyncio.run(trainer.weights()).layout.specs] == ["embed", "norm", "scale"]
     assert rollout.policy == PolicyRef()

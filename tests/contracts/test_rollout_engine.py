@@ -13,10 +13,11 @@ import torch
 
 from tandem.errors import EngineError
 from tandem.models.decoder import DecoderConfig, init_decoder
-from tandem.ports import RolloutEngine, WeightShard
+from tandem.ports import RolloutEngine
 from tandem.rollout.fake import FakeEngine
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.types import Chunk, GenerateRequest, Key, PolicyRef, SamplingParams, Stop
+from tandem.weights import WeightShard
 
 SHAPE = DecoderConfig(
     vocab_size=40, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=512

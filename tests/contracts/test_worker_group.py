@@ -15,7 +15,7 @@ from tandem.data_proto import DataProto
 from tandem.device import Hardware
 from tandem.errors import RunError
 from tandem.ports import Collect, Dispatch, WorkerGroup, register
-from tandem.runtime.fake import FakeGroup
+from tandem.runtime.fake import FakeRuntime
 from tandem.runtime.inline import InlineGroup
 from tandem.runtime.placement import Rank, ResourcePool, place
 from tandem.runtime.process import Processes
@@ -109,7 +109,8 @@ async def inline(kind: type[Doubler], size: int) -> AsyncGenerator[WorkerGroup]:
 
 @asynccontextmanager
 async def fake(kind: type[Doubler], size: int) -> AsyncGenerator[WorkerGroup]:
-    yield FakeGroup(kind(Rank(0, size)))
+    async with FakeRuntime() as runtime:
+        yield runtime.group("worker", "pool", f"{kind.__module__}:{kind.__name__}")
 
 
 SIZES = {"inline": 1, "inline of 3": 3, "inline of 8": 8, "process": 1, "process of 3": 3, "ray of 2": 2, "fake": 1}

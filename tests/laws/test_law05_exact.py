@@ -26,9 +26,10 @@ from tandem.models.adapters import LoraConfig
 from tandem.models.decoder import Decoder, KVCache
 from tandem.models.lora import LoraLinear, add_lora
 from tandem.models.probe import probe
-from tandem.ports import WeightShard, WeightSource
+from tandem.ports import WeightSource
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.types import GenerateRequest, PolicyRef
+from tandem.weights import WeightShard
 from tests.laws.breaking import Breaker
 from tests.rollout.tiny import Answer, answer, decoder, engine, request, run, trainer_logprobs
 

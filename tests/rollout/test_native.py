@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tandem.errors import ConfigError, EngineError
 from tandem.models.decoder import Decoder, KVCache
-from tandem.ports import WeightShard
 from tandem.rollout import native
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.types import PolicyRef
+from tandem.weights import WeightShard
 from tests.rollout.tiny import Answer, answer, answers, decoder, engine, request, run, trainer_logprobs
 
 MODEL = decoder()

@@ -12,11 +12,11 @@ import torch
 
 from tandem.errors import DataError, EngineError
 from tandem.models.heads import row_logprobs
-from tandem.ports import WeightShard
 from tandem.rollout.fake import FakeEngine
 from tandem.rollout.session import Session
 from tandem.text.fake import FakeRenderer
 from tandem.types import Chunk, GenerateRequest, Key, Message, PolicyRef, Sample, SamplingParams
+from tandem.weights import WeightShard
 from tests.rollout import tiny
 
 RENDERER = FakeRenderer()

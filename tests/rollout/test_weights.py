@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tandem.errors import EngineError
-from tandem.ports import WeightShard
 from tandem.rollout.weights import copy_shards
+from tandem.weights import WeightShard
 
 
 def module() -> nn.Module:

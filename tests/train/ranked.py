@@ -18,12 +18,13 @@ from tandem.data_proto import DataProto
 from tandem.errors import StalledError
 from tandem.models.adapters import trained
 from tandem.models.language_model import LanguageModel
-from tandem.ports import Collect, Dispatch, WeightLayout, WeightShard, register
+from tandem.ports import Collect, Dispatch, register
 from tandem.runtime.placement import Rank
 from tandem.train.config import TrainConfig
 from tandem.train.fsdp import FsdpConfig, fsdp_engine
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import LossRef, Metrics
+from tandem.weights import WeightLayout, WeightShard
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class Trainer:
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def load(self, path: Path) -> None:
         self.engine.load(path)
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def load_weights(self, path: Path) -> None:
+        self.engine.load_weights(path)
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def layout(self) -> WeightLayout:

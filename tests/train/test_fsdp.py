@@ -20,15 +20,16 @@ from tandem.data_proto import DataProto
 from tandem.device import Hardware
 from tandem.errors import DeviceError, EmptyBatchError, ModelError, NonFiniteError
 from tandem.models.auto import AutoDecoder
+from tandem.models.hf import save_decoder
 from tandem.models.lora import add_lora
 from tandem.models.values import VALUE_HEAD, ValueModel
-from tandem.ports import WeightShard
 from tandem.runtime.placement import ResourcePool, place
 from tandem.runtime.pool import PoolGroup
 from tandem.runtime.process import Processes
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import Key, Metrics
+from tandem.weights import WeightShard
 from tests.train.ranked import Trained, Trainer, train, whole
 from tests.train.rows import LORA, TINY, make_rows, tiny_auto, tiny_decoder, tiny_lora
 
@@ -416,3 +417,29 @@ def test_a_snapshot_goes_on_bit_for_bit_on_as_many_ranks_and_closely_on_others(p
     for name, tensor in want.items():  # AdamW divides by the root of a mean of squares, which magnifies rounding
         torch.testing.assert_close(on_one[name], tensor, atol=2e-6, rtol=0)
         torch.testing.assert_close(on_copies[name], tensor, atol=2e-6, rtol=0)
+
+
+def test_each_rank_reads_its_part_of_a_directory(pools: Pools, tmp_path: Path) -> None:
+    save_decoder(tiny_decoder(7), tmp_path)
+    pools.each(Trainer.make, tiny_decoder(), SGD)
+    pools.each(Trainer.train, [evenly(batch) for batch in batches(1, 2)], GRPO)
+    pools.each(Trainer.load_weights, tmp_path)
+    found = whole(pools.weights())
+    assert all(torch.equal(found[name], weight) for name, weight in tiny_decoder(7).named_parameters())
+
+
+def test_what_one_rank_saved_two_go_on_with_and_the_reverse(pools: Pools, tmp_path: Path) -> None:
+    """One that holds its model alone, as an engine of one process does."""
+    engine = TorchEngine(tiny_decoder(), SGD)
+    train(engine, batches(2, 1), GRPO)
+    engine.save(tmp_path / "one")
+    pools.each(Trainer.make, tiny_decoder(3), SGD)
+    pools.each(Trainer.load, tmp_path / "one")
+    assert equal(whole(pools.weights()), whole(list(engine.weight_shards())))
+    pools.each(Trainer.save, tmp_path / "two")
+    other = TorchEngine(tiny_decoder(5), SGD)
+    other.load(tmp_path / "two")
+    assert equal(whole(list(other.weight_shards())), whole(pools.weights()))
+    for each in (engine, other):
+        train(each, batches(1, 1), GRPO)
+    assert equal(whole(list(other.weight_shards())), whole(list(engine.weight_shards())))

@@ -88,7 +88,7 @@ def test_only_a_model_with_an_adapter_can_switch_it_off() -> None:
 def test_a_state_holds_the_adapter_and_not_the_model(tmp_path: Path) -> None:
     engine = trained(TorchEngine(tiny_lora(), CONFIG))
     engine.save(tmp_path / "state")
-    assert load_file(tmp_path / "state/model.safetensors").keys() == {shard.name for shard in engine.weight_shards()}
+    assert load_file(tmp_path / "state/model/whole.safetensors").keys() == {shard.name for shard in engine.weight_shards()}
     again = TorchEngine(tiny_lora(fresh=True), CONFIG)
     again.load(tmp_path / "state")
     assert torch.equal(again.forward(ROWS, LOGPROBS)["logprobs"], engine.forward(ROWS, LOGPROBS)["logprobs"])

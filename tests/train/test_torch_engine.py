@@ -13,8 +13,9 @@ from torch import Tensor
 from tandem.algos.columns import loss_ref
 from tandem.algos.table import configure
 from tandem.algos.terms import LossInputs, TokenLoss
-from tandem.errors import NonFiniteError
+from tandem.errors import EngineError, ModelError, NonFiniteError
 from tandem.models.decoder import init_decoder
+from tandem.models.hf import save_decoder
 from tandem.train import outputs
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
@@ -226,3 +227,32 @@ def test_an_optimiser_that_is_reset_steps_as_a_new_one() -> None:
     ours, theirs, others = ([shard.tensor for shard in each.weight_shards()] for each in (engine, new, kept))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
+
+
+def test_weights_from_a_directory_come_with_an_optimiser_that_begins_anew(tmp_path: Path) -> None:
+    """And counts stay: the schedule goes on."""
+    config = TrainConfig(lr=0.1, schedule="linear", total_steps=10)
+    engine, fresh = TorchEngine(tiny_decoder(), config), TorchEngine(tiny_decoder(7), config)
+    save_decoder(tiny_decoder(7), tmp_path)
+    for seed in range(2):
+        engine.forward_backward(make_rows([4, 7, 3], seed), GRPO)
+        engine.step()
+    engine.load_weights(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(engine.decoder.parameters(), fresh.decoder.parameters(), strict=True))
+    fresh.config = replace(config, schedule="constant", lr=0.08)  # the schedule's third
+    for each in (engine, fresh):
+        each.forward_backward(make_rows([5, 2], 9), GRPO)
+        each.step()
+    assert all(torch.equal(a, b) for a, b in zip(engine.decoder.parameters(), fresh.decoder.parameters(), strict=True))
+
+
+def test_a_directory_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    save_decoder(init_decoder(replace(TINY, num_layers=1), 0), tmp_path / "shallow")
+    save_decoder(tiny_decoder(7), tmp_path / "same")
+    engine, untouched = TorchEngine(tiny_decoder(), TrainConfig()), tiny_decoder()
+    with pytest.raises(ModelError, match=r"missing model\.layers\.1\."):
+        engine.load_weights(tmp_path / "shallow")
+    engine.forward_backward(make_rows([4, 3]), GRPO)
+    with pytest.raises(EngineError, match="belongs to the weights as they are"):
+        engine.load_weights(tmp_path / "same")
+    assert all(torch.equal(a, b) for a, b in zip(engine.decoder.parameters(), untouched.parameters(), strict=True))

@@ -19,7 +19,7 @@ from tandem.algos.table import configure
 from tandem.algos.terms import LossInputs
 from tandem.data.fake import FakeDataset
 from tandem.data_proto import DataProto
-from tandem.ports import AgentLoop, Dataset, Place, Reply, WeightLayout, WeightShard, WeightSource, WeightSpec
+from tandem.ports import AgentLoop, Dataset, Place, Reply, WeightSource
 from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
 from tandem.runtime.inline import InlineGroup
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
@@ -45,6 +45,7 @@ from tandem.types import (
     Stop,
     Task,
 )
+from tandem.weights import WeightLayout, WeightShard, WeightSpec
 
 LETTERS = "abcd"
 

@@ -48,21 +48,19 @@ def build_model(recipe: Recipe, kind: type[Decoder] = Decoder) -> Model:
         decoder = (load_value_model if kind is ValueModel else load_decoder)(recipe.model.path, dtype)
     else:
         decoder = init_decoder(_shape(recipe.model, tokenizer), seed_of(recipe.seed, "weights"), dtype)
-    check_fit(decoder, tokenizer, recipe, "the model")
+    check_fit(decoder.config, tokenizer, recipe, "the model")
     return Model(decoder, tokenizer, TemplateRenderer(tokenizer, template), probe(decoder.config, dtype))
 
 
-def check_fit(decoder: Decoder, tokenizer: Tokenizer, recipe: Recipe, what: str) -> None:
+def check_fit(config: DecoderConfig, tokenizer: Tokenizer, recipe: Recipe, what: str) -> None:
     """Raises ModelError or ConfigError for a model that cannot read the tokens, or the length, of the run's rows."""
-    if tokenizer.vocab_size > decoder.config.vocab_size:
+    if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
-            f"the tokenizer of {tokenizer.origin} has {tokenizer.vocab_size} tokens and {what} {decoder.config.vocab_size}; "
+            f"the tokenizer of {tokenizer.origin} has {tokenizer.vocab_size} tokens and {what} {config.vocab_size}; "
             f"a model goes with the tokenizer of its own directory"
         )
-    if recipe.engine.max_context > decoder.config.max_positions:
-        raise ConfigError(
-            f"engine.max_context={recipe.engine.max_context} is above the {decoder.config.max_positions} positions of {what}"
-        )
+    if recipe.engine.max_context > config.max_positions:
+        raise ConfigError(f"engine.max_context={recipe.engine.max_context} is above the {config.max_positions} positions of {what}")
 
 
 def _template(path: Path) -> str:

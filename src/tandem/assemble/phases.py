@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tandem.algos.columns import reads, unit_of
 from tandem.algos.notes import NOTES
@@ -12,17 +13,18 @@ from tandem.assemble.model import Model
 from tandem.assemble.roles import KINDS, Roles, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import Form, build_dataset
+from tandem.assemble.workers import Job, Workers
+from tandem.checkpoint.gathered import Gathered, gather
 from tandem.checkpoint.in_place import InPlace
 from tandem.errors import ConfigError, PlanError
 from tandem.models.decoder import Decoder
 from tandem.models.values import ValueModel, value_model_on
-from tandem.ports import WorkerGroup
+from tandem.ports import CheckpointEngine, WorkerGroup
 from tandem.queue.memory import MemoryQueue
 from tandem.recipe import DatasetSection, Recipe
 from tandem.rollout.native import NativeEngine
-from tandem.runtime.inline import InlineGroup
+from tandem.rollout.weights import copy_shards
 from tandem.train.config import TrainConfig
-from tandem.train.torch_engine import TorchEngine
 from tandem.trainer import stages
 from tandem.trainer.dataset import Comparisons, DatasetSource, Demonstrations
 from tandem.trainer.heldout import HeldOutLoss
@@ -52,16 +54,32 @@ class Phase:
     source: RolloutSource | DatasetSource
     plan: Plan
     learner: MinibatchLearner
-    train: TorchEngine
+    policy: WorkerGroup
     roles: Roles
     kl: KLControls
     queue: MemoryQueue
-    checkpoint: InPlace
+    workers: Workers
+    checkpoint: CheckpointEngine
     engines: tuple[NativeEngine, ...]
     heldout: HeldOutLoss | None = None
 
-    async def connect(self) -> None:
-        await self.checkpoint.connect(self.train, self.engines)
+    @property
+    def copies_policy(self) -> bool:
+        """Whether something begins with the weights that the policy has when the phase begins."""
+        return bool(self.roles.copies) or not self.workers.shared
+
+    async def begin(self, initial: Path) -> None:
+        """Gives every worker its weights; those of the policy as the phase begins are in `initial`, if something copies them."""
+        if not self.workers.shared:
+            await self.policy.call(TrainWorker.load_weights, initial)
+        await self.roles.begin(initial)
+        await self.checkpoint.connect(self.policy, self.engines)
+
+    async def current(self) -> Model:
+        """The model with the weights that the policy has now."""
+        if not self.workers.shared:
+            copy_shards(self.model.decoder, (await gather(self.policy)).shards())
+        return self.model
 
 
 def from_dataset(recipe: Recipe) -> bool:
@@ -84,21 +102,31 @@ def algorithm(recipe: Recipe) -> Algorithm:
     return configure(recipe.algorithm.name, recipe.algorithm.params)
 
 
-def warmup_phase(recipe: Recipe, model: Model) -> Phase:
+def warmup_phase(recipe: Recipe, model: Model, logs: Path) -> Phase:
+    """logs: a directory for what worker processes write."""
     warmup = recipe.warmup
     assert warmup is not None
     sft, num = configure("sft"), warmup.rows_per_step
-    return _dataset_phase(recipe, model, "warmup", warmup.data, None, sft, warmup.steps, num, warmup.train, LearnerConfig())
+    pool = "policy" if "policy" in recipe.runtime.pools else "trainer"
+    alone = replace(recipe, runtime=replace(recipe.runtime, pools={pool: recipe.runtime.pools.get(pool, 1)}))
+    return _dataset_phase(
+        alone, model, logs, (), "warmup", warmup.data, None, sft, warmup.steps, num, warmup.train, LearnerConfig()
+    )
 
 
-def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
-    """rollout: None for one whose source is a dataset. Raises ConfigError for a batch that could never be trained on."""
+def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path) -> Phase:
+    """rollout: what generates; None where nothing does. logs: a directory for what worker processes write.
+
+    Raises ConfigError for a batch that could never be trained on.
+    """
     _check_batch(recipe, algorithm(recipe))
     check_roles(recipe, algorithm(recipe))
-    if rollout is None:
+    if rollout is None or from_dataset(recipe):
         return _dataset_phase(
             recipe,
             model,
+            logs,
+            (rollout.engine,) if rollout is not None else (),
             "train",
             recipe.data.train,
             recipe.data.heldout,
@@ -109,16 +137,17 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
             recipe.learner,
         )
     queue, chosen = MemoryQueue(recipe.queue), algorithm(recipe)
-    roles = build_roles(recipe, model, chosen, queue, _updates(recipe.trainer.steps, recipe.learner))
+    workers = Workers(recipe.runtime, queue, logs)
+    roles = build_roles(recipe, model, chosen, workers, _updates(recipe.trainer.steps, recipe.learner))
     if roles.warmup_steps >= recipe.trainer.steps:
         raise ConfigError(
             f"warmup_steps={roles.warmup_steps} of the models beside it would leave the policy none of the "
             f"trainer.steps={recipe.trainer.steps} to be trained in; lower one or raise the other"
         )
     updates = _updates(recipe.trainer.steps - roles.warmup_steps, recipe.learner)
-    engine = TorchEngine(model.decoder, recipe.train.over(updates))
-    workers = InlineGroup((TrainWorker(engine, queue, chosen),))
-    of_policy = _policy_stages(chosen, workers, queue)
+    policy = workers.group(model.decoder, Job("policy", recipe.train.over(updates), chosen))
+    workers.check()
+    of_policy = _policy_stages(chosen, policy, queue)
     derived = stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived"))
     resample = stages.resample(chosen, queue, seed=seed_of(recipe.seed, "resample"))
     kl = KLControls(chosen)
@@ -148,12 +177,13 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
         algorithm=chosen,
         source=source,
         plan=planned,
-        learner=MinibatchLearner(roles.learners(workers, chosen), recipe.learner, seed=recipe.seed),
-        train=engine,
+        learner=MinibatchLearner(roles.learners(policy, chosen), recipe.learner, seed=recipe.seed),
+        policy=policy,
         roles=roles,
         kl=kl,
         queue=queue,
-        checkpoint=InPlace(),
+        workers=workers,
+        checkpoint=InPlace() if workers.shared else Gathered(),
         engines=(rollout.engine,),
     )
 
@@ -219,6 +249,8 @@ def _updates(steps: int, learner: LearnerConfig) -> int:
 def _dataset_phase(
     recipe: Recipe,
     model: Model,
+    logs: Path,
+    engines: tuple[NativeEngine, ...],
     name: str,
     data: DatasetSection,
     heldout: DatasetSection | None,
@@ -234,7 +266,8 @@ def _dataset_phase(
         model = replace(model, decoder=value_model_on(model.decoder))
     form: Form = "pairs" if "chosen" in chosen.needs else "demonstrations"
     maker = (Comparisons if form == "pairs" else Demonstrations)(model.renderer, recipe.engine.max_context)
-    queue, engine = MemoryQueue(recipe.queue), TorchEngine(model.decoder, config.over(_updates(steps, learner)))
+    queue = MemoryQueue(recipe.queue)
+    workers = Workers(recipe.runtime, queue, logs)
     source = DatasetSource(
         dataset=build_dataset(data, "train", seed_of(recipe.seed, "demonstrations"), form),
         maker=maker,
@@ -243,8 +276,9 @@ def _dataset_phase(
         seed=recipe.seed,
         policy=PolicyRef(),
     )
-    workers = InlineGroup((TrainWorker(engine, queue, chosen),))
-    roles = build_roles(recipe, model, chosen, queue, _updates(steps, learner))
+    policy = workers.group(model.decoder, Job("policy", config.over(_updates(steps, learner)), chosen))
+    roles = build_roles(recipe, model, chosen, workers, _updates(steps, learner))
+    workers.check()
     planned = _planned(chosen.needs | roles.needs, source.columns, roles.stages, chosen)
     measured = None
     if heldout is not None:
@@ -252,7 +286,7 @@ def _dataset_phase(
         num = min(len(tasks), recipe.evaluation.tasks)
         if any(maker.fits(tasks[i]) for i in range(num)):
             measured = HeldOutLoss(
-                dataset=tasks, maker=maker, tasks=num, queue=queue, plan=planned, workers=workers, unit=unit_of(chosen)
+                dataset=tasks, maker=maker, tasks=num, queue=queue, plan=planned, workers=policy, unit=unit_of(chosen)
             )
     return Phase(
         name=name,
@@ -261,12 +295,13 @@ def _dataset_phase(
         algorithm=chosen,
         source=source,
         plan=planned,
-        learner=MinibatchLearner(roles.learners(workers, chosen), learner, seed=recipe.seed),
-        train=engine,
+        learner=MinibatchLearner(roles.learners(policy, chosen), learner, seed=recipe.seed),
+        policy=policy,
         roles=roles,
         kl=KLControls(chosen),
         queue=queue,
-        checkpoint=InPlace(),
-        engines=(),
+        workers=workers,
+        checkpoint=InPlace() if workers.shared else Gathered(),
+        engines=engines,
         heldout=measured,
     )

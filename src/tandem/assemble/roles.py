@@ -14,16 +14,15 @@ from typing import cast
 from tandem.algos.columns import AGGREGATION, reads, unit_of
 from tandem.algos.table import configure
 from tandem.assemble.model import Model, check_fit
+from tandem.assemble.workers import Blueprint, Job, Workers
 from tandem.errors import ConfigError
 from tandem.models.decoder import Decoder
-from tandem.models.hf import load_decoder, load_value_model, load_weights
+from tandem.models.hf import check_weights, read_config
 from tandem.models.values import ValueModel
-from tandem.ports import TransferQueue, WorkerGroup
+from tandem.ports import WorkerGroup
 from tandem.recipe import Recipe, ReferenceSection, TeacherSection, TrainedSection
-from tandem.runtime.inline import InlineGroup
 from tandem.text.tokenizer import load_tokenizer
 from tandem.train.config import TrainConfig
-from tandem.train.torch_engine import TorchEngine
 from tandem.trainer import stages
 from tandem.trainer.learner import Trained
 from tandem.trainer.plan import BatchStage
@@ -61,9 +60,8 @@ class Role:
     """
 
     name: str
-    model: Decoder
+    model: Blueprint
     path: Path | None
-    engine: TorchEngine
     workers: WorkerGroup
     outputs: Mapping[str, str]
     objective: Algorithm | None = None
@@ -107,22 +105,23 @@ class Roles:
         """Those whose model is the policy's as the phase begins."""
         return tuple(role for role in self.all if role.path is None)
 
-    def begin(self, initial: Path) -> None:
-        """Gives the copies their weights, from the directory of the policy as it was when the phase began."""
-        for role in self.copies:
-            load_weights(role.model, initial)
+    async def begin(self, initial: Path) -> None:
+        """Gives each its weights; the copies, from the directory of the policy as it was when the phase began."""
+        for role in self.all:
+            await role.workers.call(ModelWorker.load_weights, initial if role.path is None else role.path.resolve())
 
-    def reset(self, policy: TorchEngine, step: int) -> bool:
-        """After this step, the roles whose time it is become the policy as it is, whose optimiser begins anew; whether any did.
+    def due(self, step: int) -> tuple[Role, ...]:
+        """Those that become the policy as it is after this step.
 
         ProRL (arXiv 2505.24864): so that a run that is long is not held back to where it began.
         """
-        due = [role for role in self.all if role.reset_every and step % role.reset_every == 0]
-        for role in due:
-            role.model.load_state_dict(policy.decoder.state_dict())
-        if due:
-            policy.reset_optimizer()
-        return bool(due)
+        return tuple(role for role in self.all if role.reset_every and step % role.reset_every == 0)
+
+    async def reset(self, policy: WorkerGroup, step: int, weights: Path) -> None:
+        """Those whose time it is become the policy as it is, from its directory, and its optimiser begins anew."""
+        for role in self.due(step):
+            await role.workers.call(ModelWorker.load_weights, weights)
+        await policy.call(TrainWorker.reset_optimizer)
 
     @property
     def warmup_steps(self) -> int:
@@ -144,7 +143,7 @@ def check_roles(recipe: Recipe, algorithm: Algorithm) -> None:
             raise ConfigError(f"{name} is set, and {algorithm.name} with its parameters reads no {columns}: leave it out")
 
 
-def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, queue: TransferQueue, updates: int) -> Roles:
+def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, workers: Workers, updates: int) -> Roles:
     """The roles whose columns the algorithm reads. updates: of the phase, for the schedules of their learning rates.
 
     Raises ConfigError or ModelError for a role without a model, or with one that does not fit.
@@ -155,18 +154,17 @@ def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, queue: Trans
         path = section.path if section is not None else None
         if path is None and name == "teacher":
             raise ConfigError(f"{algorithm.name} learns from a teacher: give teacher.path, a Hugging Face directory")
-        decoder = _copied(name, model) if path is None else _load(name, path, recipe, model)
+        own = _copied(name, model) if path is None else _checked(name, path, recipe, model)
         if objective is None:
-            engine = TorchEngine(decoder, TrainConfig(micro_batch_tokens=recipe.train.micro_batch_tokens))
+            group = workers.group(own, Job(name, TrainConfig(micro_batch_tokens=recipe.train.micro_batch_tokens), None))
             topk = cast("int", algorithm.params["topk"]) if "top_ids" in outputs.values() else 0
-            workers, top = InlineGroup((ModelWorker(engine, queue),)), min(topk, model.tokenizer.vocab_size)
             reset_every = section.reset_every if isinstance(section, ReferenceSection) else 0
-            roles.append(Role(name, decoder, path, engine, workers, outputs, reset_every=reset_every, top=top))
+            top = min(topk, model.tokenizer.vocab_size)
+            roles.append(Role(name, own, path, group, outputs, reset_every=reset_every, top=top))
             continue
         settings = section if isinstance(section, TrainedSection) else TrainedSection()
-        engine = TorchEngine(decoder, settings.train.over(updates))
-        workers = InlineGroup((TrainWorker(engine, queue, objective, name),))
-        roles.append(Role(name, decoder, path, engine, workers, outputs, objective, settings.warmup_steps))
+        group = workers.group(own, Job(name, settings.train.over(updates), objective))
+        roles.append(Role(name, own, path, group, outputs, objective, settings.warmup_steps))
     return Roles(tuple(roles))
 
 
@@ -207,12 +205,12 @@ def _section(recipe: Recipe, name: str) -> ReferenceSection | TeacherSection | T
     }[name]
 
 
-def _copied(name: str, model: Model) -> Decoder:
-    """A model like the policy, whose weights come when the phase begins."""
-    return KINDS[name].model(model.decoder.config, model.decoder.dtype)
+def _copied(name: str, model: Model) -> Blueprint:
+    """A model like the policy."""
+    return Blueprint(KINDS[name].model, model.decoder.config, model.decoder.dtype)
 
 
-def _load(name: str, path: Path, recipe: Recipe, model: Model) -> Decoder:
+def _checked(name: str, path: Path, recipe: Recipe, model: Model) -> Blueprint:
     """The model of a role's own directory, which must read the policy's tokens."""
     mine, theirs = model.tokenizer.vocabulary, load_tokenizer(path).vocabulary
     if differ := sorted(token for token in mine.keys() | theirs.keys() if mine.get(token) != theirs.get(token)):
@@ -221,7 +219,7 @@ def _load(name: str, path: Path, recipe: Recipe, model: Model) -> Decoder:
             f"{name}.path={path} has another vocabulary than the policy, whose tokens it must score: {len(differ)} tokens differ, "
             f"the first is {first!r}, {mine.get(first, 'absent')} in the policy's and {theirs.get(first, 'absent')} there"
         )
-    load = load_value_model if KINDS[name].model is ValueModel else load_decoder
-    decoder = load(path, model.decoder.dtype)
-    check_fit(decoder, model.tokenizer, recipe, f"{name}.path={path}")
-    return decoder
+    own = Blueprint(KINDS[name].model, read_config(path), model.decoder.dtype)
+    check_weights(own.outline(), path)
+    check_fit(own.config, model.tokenizer, recipe, f"{name}.path={path}")
+    return own

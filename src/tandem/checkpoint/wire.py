@@ -5,12 +5,19 @@ It says that the bits are equal, not that they are right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import xxhash
+from torch import nn
 
-from tandem.ports import WeightShard
+from tandem.weights import WeightShard
+
+
+def whole_shards(module: nn.Module) -> Iterator[WeightShard]:
+    """The weights of a module that holds all of them."""
+    for name, parameter in module.named_parameters():
+        yield WeightShard(name, tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
 
 
 def wire_hash(shards: Iterable[WeightShard]) -> str:

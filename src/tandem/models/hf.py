@@ -8,7 +8,7 @@ never approximated. Tokenizers and generation settings are not read here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from tandem.durable import attempt
 from tandem.errors import ModelError
 from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.language_model import LanguageModel
 from tandem.models.values import VALUE_HEAD, ValueModel
 
 CONFIG = "config.json"
@@ -54,37 +55,56 @@ def load_decoder(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     Raises ModelError for a directory without config or weights, for an architecture or a feature that is not supported,
     and, in one message, for all tensors that are missing, extra or of the wrong shape.
     """
-    decoder = Decoder(_read_config(path), dtype)
+    decoder = Decoder(read_config(path), dtype)
     load_weights(decoder, path)
     return decoder
 
 
 def load_value_model(path: Path, dtype: torch.dtype = torch.float32) -> ValueModel:
     """A value model; of a language model it takes the body and leaves the output layer. Raises as `load_decoder` does."""
-    model = ValueModel(_read_config(path), dtype)
+    model = ValueModel(read_config(path), dtype)
     load_weights(model, path)
     return model
 
 
-def load_weights(decoder: Decoder, path: Path) -> None:
+def load_weights(decoder: LanguageModel, path: Path) -> None:
     """The tensors of the directory `path` into the parameters of `decoder`; a value head that is not there stays as it is.
 
-    Raises ModelError as `load_decoder` does.
+    Raises ModelError as `load_decoder` does, and then no parameter has changed.
     """
     parameters = dict(decoder.named_parameters())
-    places = _weight_files(path)
-    problems = [f"missing {name} {list(parameters[name].shape)}" for name in parameters.keys() - places.keys() - {VALUE_HEAD}]
     with torch.no_grad():
-        for file in sorted(set(places.values())):
-            with _open(file) as tensors:
-                for name in (name for name, place in places.items() if place == file):
-                    problems += _load_tensor(name, tensors, parameters)
-        if "lm_head.weight" in decoder.tied and "lm_head.weight" in places:
-            with _open(places["lm_head.weight"]) as tensors:
-                if not torch.equal(tensors.get_tensor("lm_head.weight").float(), decoder.model.embed_tokens.weight):
-                    problems.append(f"extra lm_head.weight: it differs from the embedding that {CONFIG} ties it to")
+        for name, tensor in read_weights(decoder, path):
+            parameters[name].copy_(tensor[...])
+
+
+def check_weights(decoder: LanguageModel, path: Path) -> None:
+    """Raises ModelError where the directory `path` has not the tensors of `decoder`, which may be on the meta device."""
+    parameters, places = dict(decoder.named_parameters()), _weight_files(path)
+    problems = [f"missing {name} {list(parameters[name].shape)}" for name in parameters.keys() - places.keys() - {VALUE_HEAD}]
+    for file in sorted(set(places.values())):
+        with _open(file) as tensors:
+            for name in (name for name, place in places.items() if place == file):
+                problems += _misfit(name, tensors, parameters)
+    if not problems and "lm_head.weight" in decoder.tied and "lm_head.weight" in places:
+        output, embedding = (_read(places[name], name) for name in ("lm_head.weight", decoder.tied["lm_head.weight"]))
+        if not torch.equal(output, embedding):
+            problems.append(f"extra lm_head.weight: it differs from the embedding that {CONFIG} ties it to")
     if problems:
         raise ModelError(f"{path} does not hold the tensors that its {CONFIG} describes:\n  " + "\n  ".join(sorted(problems)))
+
+
+def read_weights(decoder: LanguageModel, path: Path) -> Iterator[tuple[str, Any]]:
+    """Each weight of `decoder` that is in the directory `path`, as something to take a block of: `block[0:2]`, `block[...]`.
+
+    Raises ModelError, before the first, as `check_weights` does.
+    """
+    check_weights(decoder, path)
+    names, places = {name for name, _ in decoder.named_parameters()}, _weight_files(path)
+    for file in sorted(set(places.values())):
+        with _open(file) as tensors:
+            for name in (name for name, place in places.items() if place == file and name in names):
+                yield name, tensors.get_slice(name)
 
 
 def save_decoder(decoder: Decoder, path: Path, eos_id: int | None = None) -> None:
@@ -126,7 +146,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def _read_config(path: Path) -> DecoderConfig:
+def read_config(path: Path) -> DecoderConfig:
+    """The shape of the model in the directory `path`. Raises ModelError where it is not one that the decoder computes."""
     file = path / CONFIG
     fields = _read_json(file)
     kind = fields.get("model_type")
@@ -236,8 +257,13 @@ def _open(file: Path) -> Any:
         raise ModelError(f"cannot read {file}: {error}; fetch or save the model again") from error
 
 
-def _load_tensor(name: str, tensors: Any, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Copies one tensor into its parameter; gives what is wrong with it."""
+def _read(file: Path, name: str) -> Tensor:
+    with _open(file) as tensors:
+        return tensors.get_tensor(name).float()
+
+
+def _misfit(name: str, tensors: Any, parameters: Mapping[str, Tensor]) -> list[str]:
+    """What is wrong with a tensor of a file."""
     if name not in parameters:
         # Old checkpoints keep the frequencies, which follow from rope_theta; a tied output layer is compared by the caller.
         ignored = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
@@ -248,5 +274,4 @@ def _load_tensor(name: str, tensors: Any, parameters: Mapping[str, Tensor]) -> l
         return [f"misshaped {name}: {view.get_shape()}, expected {want}"]
     if view.get_dtype() not in _FLOATS:
         return [f"{name} is of type {view.get_dtype()}, expected one of {', '.join(_FLOATS)}"]
-    parameters[name].copy_(tensors.get_tensor(name))
     return []

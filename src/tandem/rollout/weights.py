@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tandem.errors import EngineError
-from tandem.ports import WeightShard
+from tandem.weights import WeightShard
 
 
 @torch.no_grad()

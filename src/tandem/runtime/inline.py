@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
+from tandem.registry import resolve
 from tandem.runtime.dispatch import Call, checked, gather, registered, scatter
+from tandem.runtime.placement import Rank
 
 P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W")
+
+
+class Inline:
+    """The runtime of this process: one rank a group, made when it is declared; pools mean nothing."""
+
+    def group(
+        self, role: str, pool: str, factory: str, *arguments: object, replicas: int = 1, collectives: bool = False
+    ) -> InlineGroup:
+        """See ports.Runtime; arguments are not copied."""
+        del role, pool, collectives
+        make = cast("Callable[..., object]", resolve(factory, {}, kind="worker"))
+        return InlineGroup([make(Rank(0, 1, replicas), *arguments)], replicas=replicas)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Nothing was started."""
 
 
 class InlineGroup:

@@ -6,7 +6,8 @@ A pool is a set of processes; roles that name the same pool share its processes,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from tandem.device import Hardware, Kind
 from tandem.errors import DeviceError
@@ -25,6 +26,38 @@ class ResourcePool:
         for name, least in (("ranks", 1), ("cores", 1), ("devices", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} of pool {self.name!r} must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """Where the models are that are trained or read beside generation.
+
+    name: inline, in this process; process, in processes of this machine. pools: processes by pool; the role policy, critic,
+    reference, ... is in the pool of its name, or else in pool "trainer". cores: threads of one operation of a process.
+    replicas: whole copies of a model among the processes of a pool, each copy cut over its share of them. limit_s: how long a
+    call may wait while no process answers, longer than the slowest step.
+    """
+
+    SHORTHAND: ClassVar[str] = "name"
+
+    name: Literal["inline", "process"] = "inline"
+    pools: dict[str, int] = field(default_factory=lambda: {"trainer": 2})
+    cores: int = 1
+    replicas: int = 1
+    limit_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.pools:
+            raise ValueError("pools is empty: give at least one, e.g. {trainer: 2}")
+        for pool in self.resource_pools:
+            if pool.ranks % self.replicas:
+                raise ValueError(f"replicas={self.replicas} does not divide the {pool.ranks} processes of pool {pool.name!r}")
+        if not self.limit_s > 0:
+            raise ValueError(f"limit_s must be above 0, got {self.limit_s}")
+
+    @property
+    def resource_pools(self) -> list[ResourcePool]:
+        return [ResourcePool(name, ranks, self.cores) for name, ranks in self.pools.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Processes(Runtime):
     """
 
     def __init__(self, seats: Sequence[Seat], logs: Path, *, limit_s: float = 600.0) -> None:
-        self._logs = logs
+        self._logs = logs = logs.resolve()
         pools = {name: [seat for seat in seats if seat.pool == name] for name in dict.fromkeys(seat.pool for seat in seats)}
         super().__init__({name: _ProcessPool(name, its, logs, limit_s) for name, its in pools.items()})
 

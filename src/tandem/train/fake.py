@@ -24,9 +24,10 @@ from tandem.algos.terms import TOPK_IDS, LossInputs
 from tandem.data_proto import DataProto
 from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
-from tandem.ports import Place, WeightLayout, WeightShard, WeightSpec
+from tandem.ports import Place
 from tandem.train.config import TrainConfig, learning_rate
 from tandem.types import LossRef, Metrics
+from tandem.weights import WeightLayout, WeightShard, WeightSpec
 
 _GIVES = frozenset({"logprobs", "entropy", "top_ids", "top_logprobs"})
 
@@ -137,6 +138,14 @@ class FakeTrainEngine:
         with attempt(f"write the training state to {path}", path):
             path.mkdir(parents=True, exist_ok=True)
             (path / "fake.json").write_text(json.dumps(state))
+
+    def load_weights(self, path: Path) -> None:
+        """The table that `save` wrote there stands for a Hugging Face directory."""
+        if self._trouble or self.table.grad is not None:
+            raise EngineError("a gradient is pending and belongs to the weights as they are: step first")
+        updates, refused = self._updates, self._refused
+        self.load(path)
+        self._updates, self._refused = updates, refused
 
     def load(self, path: Path) -> None:
         try:

@@ -22,12 +22,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -35,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from tandem import device
 from tandem.device import Device
 from tandem.models.language_model import LanguageModel
+from tandem.train import shard_files
 from tandem.train.config import TrainConfig
 from tandem.train.ranks import Part
 from tandem.train.torch_engine import TorchEngine
@@ -127,23 +123,13 @@ class Shards:
         return ((start,) + (0,) * (weight.ndim - 1), here) if here.numel() else None
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        with _as_os_error():
-            state_dict_saver.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True))
+        shard_files.write(path, tensors)
 
     def shapes(self, path: Path) -> Mapping[str, tuple[int, ...]]:
-        with _as_os_error():
-            found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-        tensors = {name: meta for name, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
-        for name, meta in tensors.items():
-            if sum(math.prod(chunk.sizes) for chunk in meta.chunks) != math.prod(meta.size):
-                raise OSError(f"a part of {name} is missing in {path}")
-        return {name: tuple(meta.size) for name, meta in tensors.items()}
+        return shard_files.shapes(path)
 
     def read(self, path: Path, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        found = {name: torch.empty_like(tensor, requires_grad=False) for name, tensor in like.items()}
-        with _as_os_error():
-            state_dict_loader.load(found, storage_reader=HuggingFaceStorageReader(str(path)))
-        return found
+        return shard_files.read(path, like, alone=False)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -160,15 +146,3 @@ def _reset_on_error(root: FSDPModule) -> Generator[None]:
     finally:
         if not done:
             root.reset_iter_state()
-
-
-@contextmanager
-def _as_os_error() -> Generator[None]:
-    """torch.distributed.checkpoint gathers what went wrong on each rank into an exception of its own."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(f"on rank {rank}: {cause}") from error

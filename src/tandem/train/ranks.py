@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import safetensors.torch
@@ -21,6 +23,8 @@ from tandem.models.language_model import LanguageModel
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+
+_FILE = "whole.safetensors"
 
 Part = tuple[tuple[int, ...], Tensor]  # offsets in the whole weight, and the block that starts there
 
@@ -64,11 +68,11 @@ class Ranks(Protocol):
         ...
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Whole tensors, each once, to the file or directory of which `path` is the stem. Raises OSError."""
+        """Whole tensors, each once, to files in the new directory `path`. Raises OSError."""
         ...
 
     def shapes(self, path: Path) -> Mapping[str, tuple[int, ...]]:
-        """Of the tensors that `write` wrote at `path`. Raises OSError where that cannot be read."""
+        """Of the tensors that `write` wrote at `path`, by however many ranks. Raises OSError where that cannot be read."""
         ...
 
     def read(self, path: Path, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -105,24 +109,34 @@ class OneRank:
         return (0,) * weight.ndim, weight.detach()
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        path.mkdir(exist_ok=True)
         try:
-            safetensors.torch.save_file(dict(tensors), _file(path))
+            safetensors.torch.save_file(dict(tensors), path / _FILE)
         except SafetensorError as error:  # how its writer reports an OSError
             raise OSError(str(error)) from error
 
     def shapes(self, path: Path) -> Mapping[str, tuple[int, ...]]:
+        if _of_many(path):
+            return _shard_files().shapes(path)
         try:
-            with cast("Any", safe_open(_file(path), "pt")) as file:
+            with cast("Any", safe_open(path / _FILE, "pt")) as file:
                 return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise OSError(str(error)) from error
 
     def read(self, path: Path, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if _of_many(path):
+            return _shard_files().read(path, like, alone=True)
         try:
-            return safetensors.torch.load_file(_file(path))
+            return safetensors.torch.load_file(path / _FILE)
         except SafetensorError as error:
             raise OSError(str(error)) from error
 
 
-def _file(path: Path) -> Path:
-    return path.with_name(f"{path.name}.safetensors")
+def _of_many(path: Path) -> bool:
+    """Whether these files were written by the ranks of a sharded model."""
+    return path.is_dir() and not (path / _FILE).exists()
+
+
+def _shard_files() -> ModuleType:
+    return import_module("tandem.train.shard_files")

@@ -30,15 +30,17 @@ from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
 from tandem.faults import crash_point
 from tandem.models.adapters import trained
+from tandem.models.hf import read_weights
 from tandem.models.language_model import LanguageModel
-from tandem.ports import Place, WeightLayout, WeightShard, WeightSpec
+from tandem.ports import Place
 from tandem.train import outputs
 from tandem.train.config import TrainConfig, learning_rate
 from tandem.train.micro_batches import micro_batches
 from tandem.train.ranks import OneRank, Ranks
 from tandem.types import Key, LossRef, Metrics
+from tandem.weights import WeightLayout, WeightShard, WeightSpec
 
-_FORMAT = 1
+_FORMAT = 2
 _MODEL, _OPTIMIZER, _STATE = "model", "optimizer", "engine.json"
 
 
@@ -199,8 +201,7 @@ class TorchEngine:
 
     def reset_optimizer(self) -> None:
         """See ports.TrainEngine."""
-        if self._pending:
-            raise EngineError("a gradient is pending and belongs to the optimiser as it is: step first")
+        self._check_idle("belongs to the optimiser as it is")
         self._optimizer.state.clear()
 
     @property
@@ -215,10 +216,10 @@ class TorchEngine:
                 return f"the gradient of {name} is not finite"
         return ""
 
-    @property
-    def _pending(self) -> bool:
-        """Whether something was passed back and no step was taken since."""
-        return bool(self._trouble) or any(parameter.grad is not None for parameter in self._parameters.values())
+    def _check_idle(self, why: str) -> None:
+        """Raises EngineError where something was passed back and no step was taken since."""
+        if self._trouble or any(parameter.grad is not None for parameter in self._parameters.values()):
+            raise EngineError(f"a gradient is pending and {why}: step first")
 
     def _clear(self) -> None:
         self._optimizer.zero_grad()
@@ -244,6 +245,16 @@ class TorchEngine:
             if here is not None:
                 yield WeightShard(name, tuple(parameter.shape), *here)
 
+    def load_weights(self, path: Path) -> None:
+        """See ports.TrainEngine. Each rank reads what it holds."""
+        self._check_idle("belongs to the weights as they are")
+        with self._ranks.meeting("load_weights"), torch.no_grad():
+            for name, tensor in read_weights(self.decoder, path):
+                if (here := self._ranks.part(self._parameters[name])) is not None:
+                    offsets, block = here
+                    block.copy_(tensor[tuple(slice(at, at + size) for at, size in zip(offsets, block.shape, strict=True))])
+        self.reset_optimizer()
+
     def place(self, where: Place) -> None:
         """Nothing moves: the weights are where a rollout engine of this process reads them."""
 
@@ -255,8 +266,7 @@ class TorchEngine:
         Of a model with an adapter the weights are the adapter's, and a fingerprint stands for those that it goes with.
         Raises EngineError while a gradient is pending, SnapshotError where the files cannot be written.
         """
-        if self._pending:
-            raise EngineError("a gradient is pending and would not be saved: step first")
+        self._check_idle("would not be saved")
         weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
         state: dict[str, Tensor] = {
             f"{field}/{name}": value

@@ -9,16 +9,19 @@ Legend: N packed tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch import Tensor
 
 from tandem.algos import columns
+from tandem.checkpoint.wire import wire_hash
 from tandem.data_proto import DataProto
 from tandem.errors import EmptyBatchError
 from tandem.faults import crash_point
 from tandem.ports import Collect, Dispatch, TrainEngine, TransferQueue, register
 from tandem.trainer.fetch import fetch
 from tandem.types import Algorithm, BatchRef, Metric, Metrics
+from tandem.weights import WeightPart
 
 _PASS = frozenset({"tokens", "mask", "temperature"})
 
@@ -41,6 +44,30 @@ class ModelWorker:
         token = {column: found[output] for column, output in outputs.items()}
         await self._queue.write(DataProto.make(rows.keys, rows.lengths, token=token))
         return mismatch(rows[against], found["logprobs"], rows["mask"]) if against else Metrics()
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def weights(self) -> WeightPart:
+        """See ports.WeightWorker."""
+        shards = tuple(self.engine.weight_shards())
+        return WeightPart(self.engine.layout(), shards, wire_hash(shards))
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def load_weights(self, path: Path) -> None:
+        """The model of a Hugging Face directory, and an optimiser that begins anew."""
+        self.engine.load_weights(path)
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def save(self, path: Path) -> None:
+        """Everything that `load` needs to go on bit for bit."""
+        self.engine.save(path)
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def load(self, path: Path) -> None:
+        self.engine.load(path)
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def reset_optimizer(self) -> None:
+        self.engine.reset_optimizer()
 
 
 class TrainWorker(ModelWorker):

@@ -1,0 +1,142 @@
+"""Where the workers of a phase are: in this process, or in processes of their own, as the recipe's section `runtime` says.
+
+A worker elsewhere is made there from a `Blueprint`, which has a model's shape; its weights come from a directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from tandem import device
+from tandem.errors import ConfigError
+from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.ports import Runtime, TrainEngine, TransferQueue, WorkerGroup
+from tandem.runtime.inline import Inline
+from tandem.runtime.placement import Rank, RuntimeConfig, place, table
+from tandem.runtime.process import Processes
+from tandem.runtime.queue_service import QueueServer
+from tandem.train.config import TrainConfig
+from tandem.train.torch_engine import TorchEngine
+from tandem.trainer.workers import ModelWorker, TrainWorker
+from tandem.types import Algorithm
+
+_WHOLE, _SHARDED = "tandem.assemble.workers:whole", "tandem.assemble.sharded:sharded"
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model without its weights."""
+
+    kind: type[Decoder]
+    config: DecoderConfig
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> Blueprint:
+        return cls(type(decoder), decoder.config, decoder.dtype)
+
+    def build(self) -> Decoder:
+        return self.kind(self.config, self.dtype)
+
+    def outline(self) -> Decoder:
+        """On the meta device: names and shapes."""
+        with torch.device("meta"):
+            return self.build()
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.outline().parameters())
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is for. objective: the row that its model is trained for; None: it is only read."""
+
+    role: str
+    train: TrainConfig
+    objective: Algorithm | None
+
+
+def whole(rank: Rank, model: Decoder | Blueprint, job: Job, queue: TransferQueue) -> ModelWorker:
+    """The worker of a role that has one rank, which holds all of its model."""
+    return worker(rank, TorchEngine(model.build() if isinstance(model, Blueprint) else model, job.train), job, queue)
+
+
+def worker(rank: Rank, engine: TrainEngine, job: Job, queue: TransferQueue) -> ModelWorker:
+    """One rank's worker, with its part of the role's model."""
+    if job.objective is None:
+        return ModelWorker(engine, queue)
+    return TrainWorker(engine, queue, job.objective, job.role, ranks=rank.size)
+
+
+class Workers:
+    """The workers of one phase, for the length of an `async with`; groups are declared before.
+
+    shared: their models are objects of this process, so that what trains one changes what others here read.
+    """
+
+    def __init__(self, config: RuntimeConfig, queue: TransferQueue, logs: Path) -> None:
+        """Raises DeviceError where this machine has less than the pools ask for."""
+        self._config = config
+        self._places: dict[str, str] = {}  # role -> pool
+        self.shared = config.name == "inline"
+        if self.shared:
+            self._services: list[QueueServer] = []
+            self._runtime: Runtime = Inline()
+            self._queue = queue
+        else:
+            server = QueueServer(queue)
+            self._seats = place(config.resource_pools, device.hardware())
+            self._services, self._runtime, self._queue = (
+                [server],
+                Processes(self._seats, logs, limit_s=config.limit_s),
+                server.client(),
+            )
+
+    def group(self, model: Decoder | Blueprint, job: Job) -> WorkerGroup:
+        """The workers of a role. model: a live one is used as it is where workers are shared, else copied without its weights."""
+        if self.shared:
+            return self._runtime.group(job.role, "", _WHOLE, model, job, self._queue)
+        pool = self._pool(job.role)
+        self._places[job.role] = pool
+        blueprint = Blueprint.of(model) if isinstance(model, Decoder) else model
+        if self._config.pools[pool] == 1:
+            return self._runtime.group(job.role, pool, _WHOLE, blueprint, job, self._queue)
+        return self._runtime.group(job.role, pool, _SHARDED, blueprint, job, self._queue, self._config, collectives=True)
+
+    def check(self) -> None:
+        """After the last group. Raises ConfigError for a pool that no role is in."""
+        if idle := [name for name in self._config.pools if name not in self._places.values()] if not self.shared else []:
+            raise ConfigError(
+                f"runtime.pools.{idle[0]} has no role to hold: a pool of a role has its name ({', '.join(self._places)}), "
+                f"and all others are in pool 'trainer'"
+            )
+
+    def describe(self) -> str:
+        """Who goes where: a line a process."""
+        return table(self._seats, self._places) if not self.shared else "all models in this process"
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for service in (*self._services, self._runtime):
+                await stack.enter_async_context(service)
+            self._open = stack.pop_all()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._open.aclose()
+
+    def _pool(self, role: str) -> str:
+        pools: Mapping[str, int] = self._config.pools
+        if role in pools or "trainer" in pools:
+            return role if role in pools else "trainer"
+        raise ConfigError(
+            f"runtime.pools={dict(pools)} has no place for role {role!r}: give it a pool of its own name, or one called 'trainer'"
+        )

@@ -1,0 +1,163 @@
+"""A recipe means the same in this process and in processes of their own: one rank bit for bit, two within rounding.
+
+A worker that dies ends the run with an error that names it, and the resumed run ends as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.runs import assert_same, forked, outcome, tandem, write_recipe
+
+PPO = ("algorithm=ppo", "algorithm.reward_kl_coef=0.1", "critic.train.lr=0.003", "critic.warmup_steps=1")
+GRPO = ("algorithm=grpo",)
+PROCESS = "runtime=process"
+
+
+def trained(directory: Path, *arguments: str) -> dict[str, Any]:
+    """What the tiny recipe comes to; how many bytes a publish moves is the runtime's own affair."""
+    log = directory.with_suffix(".log")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    command = ["train", str(write_recipe(directory.parent)), f"run.dir={directory}", *arguments]
+    assert forked(command, log) == 0, log.read_text()
+    found = outcome(directory)
+    for line in (*found["metrics"], *found["warmup"]):
+        line.pop("publish/bytes", None)
+    return found
+
+
+@pytest.fixture(scope="module", name="inline")
+def _inline(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("inline")
+    return {arguments: trained(directory / arguments[0] / "run", *arguments) for arguments in (GRPO, PPO)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pools"),
+    [(GRPO, "{trainer: 1}"), (PPO, "{trainer: 1, critic: 1}")],
+    ids=["one role", "three roles in two pools"],
+)
+def test_one_rank_elsewhere_is_one_rank_here_bit_for_bit(
+    arguments: tuple[str, ...], pools: str, inline: dict[tuple[str, ...], Any], tmp_path: Path
+) -> None:
+    assert_same(trained(tmp_path / "run", *arguments, PROCESS, f"runtime.pools={pools}"), inline[arguments])
+
+
+def test_two_ranks_train_as_one_and_generate_exactly(inline: dict[tuple[str, ...], Any], tmp_path: Path) -> None:
+    """Three roles share two processes; sums over ranks are in another order, and so agree within rounding."""
+    found = trained(tmp_path / "run", *PPO, PROCESS)
+    wanted = inline[PPO]
+    assert [line["key"] for line in found["samples"]] == [line["key"] for line in wanted["samples"]]
+    for line, other in zip(found["metrics"], wanted["metrics"], strict=True):
+        assert line.keys() == other.keys()
+        assert line.get("mismatch/max", 0) == 0, "the sampler's logprobs are those of the sharded trainer, bit for bit"
+    for name in ("reward/mean", "train/loss", "critic/loss", "train/grad_norm", "train/tokens"):
+        here, there = ([line[name] for line in lines if name in line] for lines in (found["metrics"], wanted["metrics"]))
+        assert here
+        assert here == pytest.approx(there, rel=1e-3, abs=1e-6), name
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(inline: dict[tuple[str, ...], Any], tmp_path: Path) -> None:
+    """1 rank here, then 2 elsewhere, then 1 here again: it ends where a run without interruption does."""
+    run = tmp_path / "run"
+    trained(run, *PPO, "trainer.steps=2")
+    trained(run, *PPO, "trainer.steps=3", PROCESS, "--resume")
+    found = trained(run, *PPO, "trainer.steps=4", "runtime=inline", "--resume")
+    wanted = inline[PPO]
+    assert [line["key"] for line in found["samples"]] == [line["key"] for line in wanted["samples"]]
+    assert found["metrics"][-1]["step"] == 4
+
+
+@pytest.fixture(scope="module", name="straight")
+def _straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(tmp_path_factory.mktemp("straight") / "run", *PPO, PROCESS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["update.before_step:3", "update.after_step:7", "train.in_save:6"])
+def test_workers_that_die_at_a_point_lose_nothing(point: str, straight: dict[str, Any], tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    command = ["train", str(write_recipe(tmp_path)), f"run.dir={run}", *PPO, PROCESS]
+    assert forked(command, log, crash_at=point) == 1, log.read_text()
+    assert "was killed by SIGKILL" in log.read_text()
+    assert_same(trained(run, *PPO, PROCESS, "--resume"), straight)
+
+
+def test_one_rank_that_is_killed_is_named_within_seconds_and_nothing_is_lost(straight: dict[str, Any], tmp_path: Path) -> None:
+    """In the middle of whatever it does."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    killed: list[float] = []
+
+    def kill() -> None:
+        until = time.monotonic() + 60
+        while not (run / "snapshots" / "step-00000002").is_dir() and time.monotonic() < until:
+            time.sleep(0.005)
+        (victim,) = holders(run / "logs" / "trainer-1.log")
+        killed.append(time.monotonic())
+        os.kill(victim, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    code = forked(["train", str(write_recipe(tmp_path)), f"run.dir={run}", *PPO, PROCESS], log)
+    ended = time.monotonic()
+    killer.join()
+    assert code == 1, log.read_text()
+    assert ended - killed[0] < 10
+    said = " ".join(log.read_text().split())
+    assert "rank 1 (process" in said
+    assert "was killed by SIGKILL, and its peers were ended" in said
+    assert not holders(run / "logs" / "trainer-0.log")
+    assert_same(trained(run, *PPO, PROCESS, "--resume"), straight)
+
+
+def holders(log: Path) -> list[int]:
+    """The processes whose standard output is this file."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if Path(os.readlink(entry / "fd" / "1")) == log:
+                    found.append(int(entry.name))
+            except OSError:
+                continue  # it has ended, or is another user's
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["runtime.pools.trainer=4096"], "4096 cores are asked for"),
+        (["runtime.pools={trainer: 1, critic: 1}"], "runtime.pools.critic has no role to hold"),
+        (["runtime.pools={critic: 1}"], "no place for role 'policy'"),
+        (["runtime.pools={trainer: 2}", "runtime.replicas=3"], "replicas=3 does not divide the 2 processes"),
+        (["runtime.pools={trainer: 0}"], "must be at least 1"),
+        (["runtime.pools={}"], "pools is empty"),
+        (["runtime=slurm"], "slurm"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_placed_is_said_before_anything_starts(
+    arguments: Sequence[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert tandem("train", str(write_recipe(tmp_path)), f"run.dir={run}", "runtime=process", *arguments) == 2
+    assert complaint in " ".join(capsys.readouterr().err.split())
+    assert not run.exists()
+
+
+def test_a_dry_run_says_who_goes_where_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(write_recipe(tmp_path))
+    pools = "runtime.pools={trainer: 1, critic: 1}"
+    assert tandem("train", recipe, f"run.dir={tmp_path / 'run'}", *PPO, PROCESS, pools, "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert "place    trainer  0     1      -        reference, policy" in shown
+    assert "place    critic   0     1      -        critic" in shown
+    assert not (tmp_path / "run").exists()
