@@ -1,26 +1,32 @@
 """The price of a WorkerGroup: what a call costs without work, what handing over columns costs, how soon a worker is there.
 
+    pip install verl==0.9.1       # in an environment of its own, beside Tandem and Ray
     python benchmarks/runtime.py  # prints JSON; exits with 1 where a number is above its limit
 
-Handing over: 64 MB of columns lie in the queue of this process. Two worker processes fetch their rows by handle and write
-columns of the same size back, which the queue then has; the floor is one copy of those columns to pages that are there, in
-alternating rounds of the same run. By value: the same columns as the argument of a call, and its result. The best of several
-rounds counts, since noise only adds time; three processes need two cores that are free for a moment.
+Handing over: 64 MB of columns lie in the queue of this process, where rows were put group by group and leased together. Two
+workers fetch their rows by handle and write columns of the same size back, which the queue then has. Peers, in rounds of the
+same run that take turns: one copy of those columns to pages that are there; put and get of them in Ray's object store, in this
+process; and verl 0.9.1, whose two Ray workers get the same bytes as a DataProto and return them (DP_COMPUTE_PROTO), without a
+row of padding. The best of all rounds counts, since noise only adds time. Three processes copy at the same time, so two cores
+have to be free for a moment; `take` is the queue's own joining of rows before, which any runtime pays.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
+from importlib import import_module
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import ray
 import torch
 
 from tandem.data_proto import DataProto
@@ -28,20 +34,29 @@ from tandem.device import Hardware
 from tandem.ports import Collect, Consumer, Dispatch, TransferQueue, WorkerGroup, register
 from tandem.queue.memory import MemoryQueue
 from tandem.runtime.inline import InlineGroup
+from tandem.runtime.objects import packed
 from tandem.runtime.placement import Rank, ResourcePool, place
 from tandem.runtime.process import Processes
 from tandem.runtime.queue_service import QueueServer, shared
+from tandem.runtime.ray import RayCluster
+from tandem.runtime.ray_queue import RayQueueServer
 from tandem.types import BatchRef, GroupKey, Key, Metrics
 
 ROWS, GROUP, COLUMNS, TOTAL_BYTES = 256, 8, 4, 64 << 20
-ROUNDS, CALLS = 200, 10
+ROUNDS, CALLS = 100, 10
 LIMITS = {
     "inline_8_ranks_update_ms": 1.0,
     "process_2_ranks_update_ms": 2.0,
+    "ray_2_ranks_update_ms": 4.0,
     "next_worker_ready_s": 1.0,
-    "by_handle_over_memcpy": 2.0,
+    "process_over_memcpy": 2.0,
+    "ray_over_put_get": 3.0,
+    "process_over_verl": 0.5,
+    "ray_over_verl": 0.5,
 }
 NAMES = frozenset(f"x{i}" for i in range(COLUMNS))
+FACTORY = f"{Path(__file__)}:Worker"
+POOL = ResourcePool("pool", 2)
 
 
 class Worker:
@@ -61,10 +76,6 @@ class Worker:
         await self._queue.write(DataProto.make(rows.keys, rows.lengths, token={f"y{name}": rows[name] for name in NAMES}))
         return Metrics()
 
-    @register(Dispatch.SPLIT, Collect.CONCAT)
-    async def same(self, batch: DataProto) -> DataProto:
-        return batch
-
 
 def batch(ordinals: count[int]) -> DataProto:
     """ROWS rows of random lengths, and columns of TOTAL_BYTES together."""
@@ -73,86 +84,142 @@ def batch(ordinals: count[int]) -> DataProto:
     cuts = torch.rand(ROWS, generator=seeded).add(0.5).cumsum(0)
     ends = (cuts / cuts[-1] * tokens).long()
     lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64))
+    return DataProto.make(keys(ordinals), lengths, token={name: torch.rand(tokens, generator=seeded) for name in sorted(NAMES)})
+
+
+def keys(ordinals: count[int]) -> list[Key]:
     groups = [next(ordinals) for _ in range(ROWS // GROUP)]
-    keys = [Key("train", group, member) for group in groups for member in range(GROUP)]
-    return DataProto.make(keys, lengths, token={name: torch.rand(tokens, generator=seeded) for name in sorted(NAMES)})
+    return [Key("train", group, member) for group in groups for member in range(GROUP)]
 
 
-async def fastest(call: Callable[[], Awaitable[object]], calls: int = 1) -> float:
-    """Seconds of one call, in the best of ROUNDS rounds of `calls`."""
-    best = float("inf")
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        for _ in range(calls):
-            await call()
-        best = min(best, (time.perf_counter() - began) / calls)
-    return best
+Times = dict[str, float]  # the best so far, in seconds
 
 
-async def ready(ranks: int, *arguments: object) -> float:
-    """Seconds until the workers of a new runtime are there."""
+async def timed(best: Times, name: str, call: Callable[[], Awaitable[object]], calls: int = 1) -> None:
     began = time.perf_counter()
-    async with pool(ranks, *arguments):
-        return time.perf_counter() - began
+    for _ in range(calls):
+        await call()
+    best[name] = min(best.get(name, float("inf")), (time.perf_counter() - began) / calls)
+
+
+async def ready() -> float:
+    """Seconds until the worker of a new runtime is there."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as logs:
+        runtime = Processes(place([ResourcePool("pool", 1)], Hardware(cores=1)), Path(logs))
+        runtime.group("worker", "pool", FACTORY)
+        async with runtime:
+            return time.perf_counter() - began
 
 
 @asynccontextmanager
-async def pool(ranks: int, *arguments: object) -> AsyncGenerator[WorkerGroup]:
+async def processes(queue: MemoryQueue) -> AsyncGenerator[WorkerGroup]:
     with tempfile.TemporaryDirectory() as logs:
-        runtime = Processes(place([ResourcePool("pool", ranks)], Hardware(cores=ranks)), Path(logs))
-        group = runtime.group("worker", "pool", f"{Path(__file__)}:Worker", *arguments)
-        async with runtime:
+        server, runtime = QueueServer(queue), Processes(place([POOL], Hardware(cores=POOL.ranks)), Path(logs))
+        group = runtime.group("worker", "pool", FACTORY, server.client())
+        async with server, runtime:
             yield group
 
 
-async def handing(queue: MemoryQueue, group: WorkerGroup, report: dict[str, float]) -> None:
+@asynccontextmanager
+async def actors(queue: MemoryQueue) -> AsyncGenerator[WorkerGroup]:
+    with tempfile.TemporaryDirectory() as logs:
+        runtime = RayCluster([POOL], Path(logs))
+        server = RayQueueServer(queue, runtime)
+        group = runtime.group("worker", "pool", FACTORY, server.client())
+        async with server, runtime:
+            yield group
+
+
+async def hand_over(best: Times, name: str, queue: MemoryQueue, group: WorkerGroup, rows: DataProto, ordinals: count[int]) -> None:
+    """One round: new rows into the queue, to the workers and back."""
+    fresh = DataProto.make(keys(ordinals), rows.lengths, token=rows.batch)
+    for part in fresh.chunk(ROWS // GROUP):
+        await queue.reserve(GroupKey(*part.keys[0].group), GROUP)
+        await queue.put(part)
+    began = time.perf_counter()
+    lease = await queue.take(Consumer("benchmark"), NAMES, ROWS // GROUP)
+    best["take"] = min(best.get("take", float("inf")), time.perf_counter() - began)
+    await timed(best, name, lambda: group.call(Worker.exchange, lease.ref))
+    await queue.ack(lease)
+
+
+def verl_group() -> Any:
+    """Two of verl's workers on Ray."""
+    base, on_ray = import_module("verl.single_controller.base"), import_module("verl.single_controller.ray")
+    decorator = import_module("verl.single_controller.base.decorator")
+
+    class Same(base.Worker):
+        @decorator.register(dispatch_mode=decorator.Dispatch.DP_COMPUTE_PROTO)
+        def same(self, data: Any) -> Any:
+            return data
+
+    pool = on_ray.RayResourcePool(process_on_nodes=[POOL.ranks], use_gpu=False)
+    return on_ray.RayWorkerGroup(pool, on_ray.RayClassWithInitArgs(ray.remote(Same)))
+
+
+async def handing(report: dict[str, float]) -> None:
     ordinals = count()
     rows = batch(ordinals)
     targets = {name: torch.ones_like(column) for name, column in rows.batch.items()}
-    best = dict.fromkeys(("memcpy", "by_handle", "by_value"), float("inf"))
-
-    async def timed(name: str, call: Callable[[], Awaitable[object]]) -> None:
-        began = time.perf_counter()
-        await call()
-        best[name] = min(best[name], time.perf_counter() - began)
+    value = packed(rows)
+    theirs = verl_group()
+    tables = import_module("verl").DataProto.from_dict({name: column.view(ROWS, -1) for name, column in rows.batch.items()})
 
     async def memcpy() -> None:
         for name, column in rows.batch.items():
             targets[name].copy_(column)
 
-    for _ in range(ROUNDS):
-        await timed("memcpy", memcpy)
-        groups = [next(ordinals) for _ in range(ROWS // GROUP)]
-        keys = tuple(Key("train", group, member) for group in groups for member in range(GROUP))
-        for key in dict.fromkeys(key.group for key in keys):
-            await queue.reserve(GroupKey(*key), GROUP)
-        for part in DataProto.make(keys, rows.lengths, token=rows.batch).chunk(len(groups)):
-            await queue.put(part)
-        lease = await queue.take(Consumer("benchmark"), NAMES, len(groups))
-        await timed("by_handle", partial(group.call, Worker.exchange, lease.ref))
-        await queue.ack(lease)
-        await timed("by_value", partial(group.call, Worker.same, rows))
-    report["memcpy_ms"] = 1000 * best["memcpy"]
-    report |= {f"{name}_over_memcpy": best[name] / best["memcpy"] for name in ("by_handle", "by_value")}
+    async def put_get() -> None:
+        ray.get(ray.put(value))
+
+    async def verl() -> None:
+        assert len(theirs.same(tables)) == ROWS
+
+    local, remote = MemoryQueue(empty=shared), MemoryQueue()
+    ref = rows.ref()
+    best: Times = {}
+    async with processes(local) as group, actors(remote) as far_group:
+        for _ in range(ROUNDS):
+            await timed(best, "process_update", lambda: group.call(Worker.update, ref), CALLS)
+            await timed(best, "ray_update", lambda: far_group.call(Worker.update, ref), CALLS)
+            await timed(best, "memcpy", memcpy)
+            await hand_over(best, "process", local, group, rows, ordinals)
+            await timed(best, "put_get", put_get)
+            await hand_over(best, "ray", remote, far_group, rows, ordinals)
+            await timed(best, "verl", verl)
+    report |= {f"{name}_2_ranks_update_ms": 1000 * best.pop(f"{name}_update") for name in ("process", "ray")}
+    report |= {f"{name}_ms": 1000 * seconds for name, seconds in best.items()}
+    report["process_over_memcpy"] = best["process"] / best["memcpy"]
+    report["ray_over_put_get"] = best["ray"] / best["put_get"]
+    report |= {f"{name}_over_verl": best[name] / best["verl"] for name in ("process", "ray")}
 
 
 async def measured() -> dict[str, float]:
     report: dict[str, float] = {}
     ref = batch(count()).ref()
     inline = InlineGroup([Worker(Rank(index, 8)) for index in range(8)])
-    report["inline_8_ranks_update_ms"] = 1000 * await fastest(lambda: inline.call(Worker.update, ref), CALLS)
-    queue = MemoryQueue(empty=shared)
-    report["first_worker_ready_s"] = await ready(1)
-    report["next_worker_ready_s"] = await ready(1)
-    async with QueueServer(queue) as server, pool(2, server.client()) as group:
-        report["process_2_ranks_update_ms"] = 1000 * await fastest(lambda: group.call(Worker.update, ref), CALLS)
-        await handing(queue, group, report)
+    best: Times = {}
+    for _ in range(ROUNDS):
+        await timed(best, "inline", lambda: inline.call(Worker.update, ref), CALLS)
+    report["inline_8_ranks_update_ms"] = 1000 * best["inline"]
+    report["first_worker_ready_s"] = await ready()
+    report["next_worker_ready_s"] = await ready()
+    await handing(report)
     return report
 
 
 def main() -> int:
     torch.set_num_threads(1)
+    try:
+        import_module("verl")
+    except ModuleNotFoundError as error:
+        print(f"the peer is missing ({error}): pip install verl==0.9.1 in an environment of its own", file=sys.stderr)
+        return 2
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    ray.init("local", num_cpus=64, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     report = asyncio.run(measured())
+    ray.shutdown()
     above = {name: limit for name, limit in LIMITS.items() if report[name] > limit}
     print(
         json.dumps({name: round(value, 3) for name, value in report.items()} | {"limits": LIMITS, "above": sorted(above)}, indent=1)

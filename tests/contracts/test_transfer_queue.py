@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,23 @@ from tandem.ports import Consumer, TransferQueue
 from tandem.queue.fake import FakeQueue
 from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
 from tandem.types import GroupKey, Key, PolicyRef
-from tests.runtime.served import served, serving_by_ray
+from tests.runtime.served import served, served_by_ray
 
 Make = Callable[[], TransferQueue]
 BACKENDS: dict[str, Make] = {
     "memory": lambda: MemoryQueue(MemoryQueueConfig(stall_limit_s=0.02)),
     "memory in another process's hands": lambda: served(lambda: MemoryQueue(MemoryQueueConfig(stall_limit_s=0.02))),
+    "memory in a Ray controller's hands": lambda: served_by_ray(lambda: MemoryQueue(MemoryQueueConfig(stall_limit_s=0.02))),
     "fake": FakeQueue,
 }
+PARAMS = [pytest.param(name, marks=pytest.mark.ray) if "Ray" in name else name for name in BACKENDS]
 LEARNER = Consumer("learner")
 TOKENS = frozenset({"tokens"})
 
 
-@pytest.fixture(params=[*BACKENDS, pytest.param("memory in another node's hands", marks=pytest.mark.ray)], name="make")
-def _make(request: pytest.FixtureRequest) -> Generator[Make]:
-    if request.param in BACKENDS:
-        yield BACKENDS[request.param]
-        return
-    with serving_by_ray() as serve:
-        yield lambda: serve(BACKENDS["memory"])
+@pytest.fixture(params=PARAMS, name="make")
+def _make(request: pytest.FixtureRequest) -> Make:
+    return BACKENDS[request.param]
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
 
-from tandem.ports import TransferQueue
-from tandem.runtime.queue_service import QueueClient, QueueServer
+from tandem.ports import TransferQueue, WorkerGroup
+from tandem.runtime.placement import ResourcePool
+from tandem.runtime.queue_service import Asked, QueueClient, QueueServer, RemoteQueue
+from tandem.runtime.ray import RayCluster
 from tandem.runtime.ray_queue import RayQueueClient, RayQueueServer
 from tests.runtime.ray_cluster import cluster
+from tests.runtime.workers import Worker
 
 
 @cache
@@ -28,19 +33,36 @@ def served(make: Callable[[], TransferQueue]) -> QueueClient:
     return asyncio.run_coroutine_threadsafe(serve(), owner()).result(10)
 
 
-@contextmanager
-def serving_by_ray() -> Generator[Callable[[Callable[[], TransferQueue]], RayQueueClient]]:
-    """The same through Ray's mailboxes, each of which is a process, until the end."""
+class ByRay(RemoteQueue):
+    """A queue as a worker in a Ray actor has it, for a test in this process: each call is made there."""
+
+    def __init__(self, group: WorkerGroup, client: RayQueueClient) -> None:
+        self._group, self._client = group, client
+
+    async def _ask(self, asked: Asked) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._there(asked), owner()))
+
+    def _ask_blocking(self, asked: Asked) -> Any:
+        return asyncio.run_coroutine_threadsafe(self._there(asked), owner()).result()
+
+    async def _there(self, asked: Asked) -> Any:
+        return await self._group.call(Worker.through, self._client, *asked)
+
+
+@cache
+def _ray() -> tuple[RayCluster, WorkerGroup]:
+    """One runtime for all queues, which goes with the process."""
     cluster()
-    servers: list[RayQueueServer] = []
+    runtime = RayCluster([ResourcePool("queues", 1)], Path(mkdtemp()))
+    group = runtime.group("queues", "queues", "tests.runtime.workers:Worker")
+    asyncio.run_coroutine_threadsafe(runtime.__aenter__(), owner()).result(60)
+    return runtime, group
 
-    async def serve(make: Callable[[], TransferQueue]) -> RayQueueClient:
-        servers.append(await RayQueueServer(make()).__aenter__())
-        return servers[-1].client()
 
-    async def close() -> None:
-        for server in servers:
-            await server.__aexit__(None, None, None)
+def served_by_ray(make: Callable[[], TransferQueue]) -> ByRay:
+    runtime, group = _ray()
 
-    yield lambda make: asyncio.run_coroutine_threadsafe(serve(make), owner()).result(30)
-    asyncio.run_coroutine_threadsafe(close(), owner()).result(30)
+    async def serve() -> RayQueueClient:
+        return (await RayQueueServer(make(), runtime).__aenter__()).client()
+
+    return ByRay(group, asyncio.run_coroutine_threadsafe(serve(), owner()).result(10))

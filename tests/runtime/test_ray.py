@@ -283,7 +283,8 @@ def test_workers_fetch_their_rows_by_handle_and_nothing_is_given_to_one_that_is_
 
     async def main() -> None:
         queue = MemoryQueue(MemoryQueueConfig(stall_limit_s=20))
-        server, runtime = RayQueueServer(queue), RayCluster([ResourcePool("pool", 2)], tmp_path)
+        runtime = RayCluster([ResourcePool("pool", 2)], tmp_path)
+        server = RayQueueServer(queue, runtime)
         group = runtime.group("policy", "pool", FACTORY, server.client())
         async with server, runtime:
             rows = await fill(queue, 0)
@@ -299,26 +300,31 @@ def test_workers_fetch_their_rows_by_handle_and_nothing_is_given_to_one_that_is_
             assert (await queue.take(Consumer("learner"), x, 1)).ref.keys == (Key("train", 4),)
         written = await queue.get(lease.ref.keys, frozenset({"y"}))  # also when the workers are gone
         assert torch.equal(written["y"], rows["x"] * 2)
-        for late in (server.client(), client_that_was_used):
-            with pytest.raises(WorkerError, match="not served any more"):
-                await late.reserve(GroupKey("train", 9), 1)
+        with pytest.raises(WorkerError, match="for the runtime's workers"):
+            await server.client().reserve(GroupKey("train", 9), 1)
 
-    client_that_was_used = RayQueueServer(MemoryQueue()).client()
     asyncio.run(main())
 
 
-def test_a_queue_that_was_closed_and_only_the_ports_methods_are_served() -> None:
+def test_a_queue_that_was_closed_and_only_the_ports_methods_are_served(tmp_path: Path) -> None:
     async def main() -> None:
-        server = RayQueueServer(MemoryQueue())
-        client = server.client()
-        async with server:
-            await client.reserve(GroupKey("train", 0), 1)
-            with pytest.raises(RunError, match="no method '_ledger'"):
-                await client._ask(("_ledger", (), {}))
-        with pytest.raises(WorkerError, match="not served any more"):
-            await client.commit("s")
-        with pytest.raises(WorkerError, match="not served any more"):
-            await asyncio.to_thread(client.metrics)
+        queue, runtime = MemoryQueue(), RayCluster([ResourcePool("pool", 1)], tmp_path)
+        group = runtime.group("policy", "pool", FACTORY)
+        async with runtime:
+            async with RayQueueServer(queue, runtime) as server:
+                client = server.client()
+                await group.call(Worker.through, client, "reserve", (GroupKey("train", 0), 1), {})
+                with pytest.raises(RunError, match="no method '_ledger'"):
+                    await group.call(Worker.through, client, "_call", ("_ledger",), {})
+                waiting = asyncio.ensure_future(
+                    group.call(Worker.through, client, "take", (Consumer("c"), frozenset({"x"}), 1), {})
+                )
+                await asyncio.sleep(0.3)
+            with pytest.raises(WorkerError, match="not served any more"):
+                await waiting
+            for method in ("commit", "metrics"):
+                with pytest.raises(WorkerError, match="not served any more"):
+                    await group.call(Worker.through, client, method, ("s",) * (method == "commit"), {})
 
     asyncio.run(main())
 

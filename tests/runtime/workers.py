@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import inspect
 import os
 import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -148,6 +150,12 @@ class Worker:
         rows = await self._queue.get(batch.keys, frozenset({"x"}))
         await self._queue.write(DataProto.make(rows.keys, rows.lengths, token={"y": rows["x"] * 2}))
         return Metrics.sum({"rows": len(rows)})
+
+    @register(Dispatch.RANK_ZERO, Collect.FIRST)
+    async def through(self, queue: TransferQueue, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """A call of a queue, made here."""
+        result = getattr(queue, method)(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def take(self, column: str) -> None:

@@ -21,7 +21,6 @@ from tandem.runtime.parcels import UNPICKLABLE, Bytes, pickled, unpack
 Actor: TypeAlias = Any  # a handle of a Ray actor, whose methods no type checker sees
 Ref: TypeAlias = Any  # ray.ObjectRef
 Packed: TypeAlias = tuple[bytes, list[Bytes]]  # a pickle, and what was left out of it
-Handed: TypeAlias = Packed | list[Ref]  # the value itself, or its place in the store; in a list, so that Ray leaves it alone
 Answer: TypeAlias = tuple[bool, Packed]  # whether it is a result and not an exception
 
 untyped: Any = ray  # its own annotations are partial
@@ -53,13 +52,13 @@ class _Writable:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
-async def stored(value: Packed) -> Handed:
-    """What to hand to any number of receivers. Raises WorkerError where the store has no room for it."""
+async def stored(value: Packed) -> Packed | Ref:
+    """What to give to any number of calls as it is. Raises WorkerError where the store has no room for it."""
     size = len(value[0]) + sum(piece.nbytes for piece in value[1])
     if size <= _IN_THE_CALL_BYTES:
         return value
     try:
-        return [await asyncio.to_thread(_put, value) if size > _IN_A_THREAD_BYTES else _put(value)]
+        return await asyncio.to_thread(_put, value) if size > _IN_A_THREAD_BYTES else _put(value)
     except RayError as error:
         raise WorkerError(f"{size >> 20} MB cannot be put into Ray's object store: {error}") from error
 
@@ -68,21 +67,16 @@ def _put(value: Packed) -> Ref:
     return untyped.put(value)
 
 
-async def fetched(handed: Handed) -> Packed:
-    """Inverse of `stored`. Raises WorkerError where the store has lost it."""
-    if not isinstance(handed, list):
-        return handed
-    try:
-        return await handed[0]
-    except RayError as error:
-        raise WorkerError(f"what another process sent cannot be fetched from Ray's object store: {error}") from error
-
-
 async def answer(work: Awaitable[object]) -> Answer:
-    """What `work` gives, or its exception."""
+    """What `work` gives, or its exception; nothing where nobody wants it any more."""
     try:
         return True, packed(await work)
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 the asker's to handle
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return False, packed(portable(error))
+    except Exception as error:  # noqa: BLE001 the asker's to handle
         return False, packed(portable(error))
 
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from tandem.runtime.ray_actor import WATCH, Place, WorkerActor
 from tandem.runtime.worker import Open, Order
 
 _RESOURCES: dict[Kind, str] = {"cuda": "GPU", "npu": "NPU"}
-_WATCHERS = 100  # calls beside the workers' own: one for each client that wants to know of their end
+_WATCHERS = 100  # calls beside the workers' own that wait in an actor at once: two for a queue, one for its end, and stacks
 _PLACE_LIMIT_S = 30.0  # that other users of a cluster have to leave room
 _START_LIMIT_S = 120.0
 _ASK_LIMIT_S = 2.0  # that an actor has to say where it stands, or what a log says
@@ -92,13 +92,24 @@ class RayCluster(Runtime):
     def __init__(self, pools: Sequence[ResourcePool], logs: Path, *, limit_s: float = 600.0, address: str | None = None) -> None:
         self._address = address
         self._wanted = tuple(pools)
-        self._reserved = {pool.name: _RayPool(pool, logs.absolute(), limit_s) for pool in pools}
+        self._listeners: list[Callable[[Actor], None]] = []
+        self._reserved = {pool.name: _RayPool(pool, logs.absolute(), limit_s, self._listeners) for pool in pools}
         super().__init__(self._reserved)
 
     @property
     def seats(self) -> tuple[Seat, ...]:
         """Who went where, once the runtime is entered."""
         return tuple(seat for pool in self._reserved.values() for seat in pool.seats)
+
+    def listen(self, listener: Callable[[Actor], None]) -> None:
+        """Has it called with every actor that runs, and with every one that is started later."""
+        self._listeners.append(listener)
+        for pool in self._reserved.values():
+            pool.introduce(listener)
+
+    def ignore(self, listener: Callable[[Actor], None]) -> None:
+        """From now on it is called no more."""
+        self._listeners.remove(listener)
 
     async def _prepare(self, undo: AsyncExitStack) -> None:
         undo.enter_context(connected(self._address))
@@ -184,8 +195,9 @@ class _Actor:
 
 
 class _RayPool(Pool[_Actor]):
-    def __init__(self, pool: ResourcePool, logs: Path, limit_s: float) -> None:
+    def __init__(self, pool: ResourcePool, logs: Path, limit_s: float, listeners: Sequence[Callable[[Actor], None]]) -> None:
         super().__init__(pool.name, pool.ranks, limit_s)
+        self._listeners = listeners
         self._wanted = pool
         self._logs = logs
         self._actors: list[Actor] = []
@@ -195,6 +207,10 @@ class _RayPool(Pool[_Actor]):
         self._group = group
         self._bundles = bundles
         self._kind: Kind = kind
+
+    def introduce(self, listener: Callable[[Actor], None]) -> None:
+        for member in self._members:
+            listener(member.actor)
 
     @property
     def seats(self) -> list[Seat]:
@@ -222,6 +238,8 @@ class _RayPool(Pool[_Actor]):
             raise WorkerError(f"pool {pool.name!r}: an actor did not start: {error}") from error
         for actor, place, log, (_, its_keeper) in zip(self._actors, places, logs, self._bundles, strict=True):
             self._add(_Actor(actor, actor.live.remote(), place, log, its_keeper))
+        for listener in self._listeners:
+            self.introduce(listener)
 
     async def _meet(self) -> Address:
         return (
@@ -232,10 +250,7 @@ class _RayPool(Pool[_Actor]):
         distinct = {id(order): order for order in orders}
         handed = dict(zip(distinct, await asyncio.gather(*(stored(packed(order)) for order in distinct.values())), strict=True))
         calls = zip(self._members, [handed[id(order)] for order in orders], strict=False)
-        return [
-            asyncio.ensure_future(result(member.actor.obey.remote(value[0] if isinstance(value, list) else value)))
-            for member, value in calls
-        ]
+        return [asyncio.ensure_future(result(member.actor.obey.remote(value))) for member, value in calls]
 
     async def _kill(self) -> str:
         for member in self._members:

@@ -17,6 +17,7 @@ import ray
 
 from tandem import device
 from tandem.device import Kind
+from tandem.runtime.mailbox import mailbox
 from tandem.runtime.objects import Answer, Packed, answer, unpacked, untyped
 from tandem.runtime.placement import ResourcePool, Seat
 from tandem.runtime.worker import Worker
@@ -73,6 +74,19 @@ class WorkerActor:
     async def live(self) -> None:
         """Ends when the process does."""
         await asyncio.Event().wait()
+
+    @ray.method(concurrency_group=WATCH)
+    async def question(self, queue: str) -> tuple[int, Packed]:
+        """Something that a worker asks of the queue of that name."""
+        return await asyncio.wrap_future(mailbox(queue).question())
+
+    @ray.method(concurrency_group=WATCH)
+    async def answer(self, queue: str, number: int, fine: bool, value: Packed) -> None:
+        mailbox(queue).answer(number, (fine, value))
+
+    @ray.method(concurrency_group=WATCH)
+    async def close(self, queue: str) -> None:
+        mailbox(queue).close()
 
     @ray.method(concurrency_group=WATCH)
     async def stacks(self) -> str:
