@@ -1,16 +1,18 @@
-"""Roles that are reset: when, and what of the policy begins anew with them."""
+"""Roles: what they learn from, when they are reset, and what of the policy begins anew with them."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
-from tandem.algos.columns import loss_ref
+from tandem.algos.columns import loss_ref, step_needs
 from tandem.algos.table import configure
-from tandem.assemble.roles import Role, Roles
-from tandem.assemble.workers import Blueprint
+from tandem.assemble.roles import Role, Roles, build_roles
+from tandem.assemble.workers import Blueprint, Job
 from tandem.models.hf import save_decoder
 from tandem.queue.fake import FakeQueue
 from tandem.runtime.inline import InlineGroup
@@ -41,6 +43,18 @@ def test_a_reset_makes_the_role_the_policy_whose_next_step_is_that_of_a_new_opti
     for engine in (policy, TorchEngine(old.decoder, TrainConfig())):
         step(engine)
     assert all(torch.equal(a, b) for a, b in zip(policy.decoder.parameters(), old.decoder.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("name", "drawn"), [("pf_ppo", {"resample_counts"}), ("ppo", set())])
+def test_a_critic_learns_from_the_episodes_that_are_drawn_for_the_policy(name: str, drawn: set[str]) -> None:
+    jobs: list[Job] = []
+    workers = SimpleNamespace(group=lambda model, job: jobs.append(job))
+    sections = SimpleNamespace(critic=None, process_model=None, reference=None, teacher=None)
+    build_roles(sections, SimpleNamespace(decoder=tiny_decoder()), configure(name), workers, updates=1)  # type: ignore[arg-type]
+    (critic,) = jobs
+    assert critic.objective is not None
+    assert critic.objective.name == "value"
+    assert step_needs(critic.objective) == {"mask"} | drawn
 
 
 def test_nothing_is_reset_that_was_not_asked_for() -> None:

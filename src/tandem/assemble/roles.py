@@ -183,7 +183,10 @@ def _used(recipe: Recipe, algorithm: Algorithm) -> list[tuple[str, Mapping[str, 
 
 
 def _objective(recipe: Recipe, name: str, row_name: str, algorithm: Algorithm) -> Algorithm:
-    """What a role is trained for; a parameter that the policy's row has too is set there, for both."""
+    """What a role is trained for; a parameter that the policy's row has too is set there, for both.
+
+    Episodes that are drawn anew for the policy are drawn for it, too (PF-PPO).
+    """
     section = _section(recipe, name)
     settings = section if isinstance(section, TrainedSection) else TrainedSection()
     try:
@@ -193,7 +196,7 @@ def _objective(recipe: Recipe, name: str, row_name: str, algorithm: Algorithm) -
     shared = {key: value for key, value in algorithm.params.items() if key in row.params and key not in AGGREGATION}
     if twice := shared.keys() & settings.params.keys():
         raise ConfigError(f"{name}.{min(twice)} is also a parameter of {algorithm.name}: set algorithm.{min(twice)}, for both")
-    return replace(row, params={**row.params, **shared})
+    return replace(row, params={**row.params, **shared, "resampling": algorithm.params.get("resampling")})
 
 
 def _section(recipe: Recipe, name: str) -> ReferenceSection | TeacherSection | TrainedSection | None:
