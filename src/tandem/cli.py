@@ -174,14 +174,41 @@ def evaluate(recipe: Path, overrides: tuple[str, ...], model: Path | None) -> No
       tandem eval recipes/quickstart.yaml --model runs/quickstart/final
     """
     if recipe.is_dir():
-        run_directory, recipe = recipe, recipe / "config.yaml"
-        if not recipe.is_file():
-            raise ConfigError(f"{run_directory} is a directory without a config.yaml; give a recipe file or the directory of a run")
-        model = model or run_directory / "final"
+        model = model or recipe / "final"
+        recipe = _config_of(recipe)
     resolved = _load(recipe, overrides)
     from tandem import launch
 
     launch.measure(resolved, model)
+
+
+@tandem.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--step", type=int, help="The snapshot of this step, and not the latest.")
+@click.option("--best", is_flag=True, help="The snapshot of the best score, and not the latest.")
+@click.option("--role", default="policy", show_default=True, help="Or the name of a model trained beside it, e.g. critic.")
+@_debug_option
+def export(run: Path, directory: Path, step: int | None, best: bool, role: str) -> None:
+    """Write a Hugging Face directory from a snapshot of a run.
+
+    RUN is the directory of a run, however many processes trained it; DIRECTORY is made.
+
+    \b
+    Examples:
+      tandem export runs/ppo exported
+      tandem export runs/ppo exported-critic --role critic --best
+    """
+    if step is not None and best:
+        raise ConfigError("--step and --best name two snapshots: give one of them")
+    resolved = _load(_config_of(run), ())
+    from dataclasses import replace
+
+    from tandem.assemble.export import export as write
+
+    recipe = replace(resolved.value, run=replace(resolved.value.run, dir=run))
+    which = "best" if best else "latest" if step is None else step
+    click.echo(f"{role} of {write(recipe, which, role, directory).path} is in {directory}")
 
 
 @tandem.command()
@@ -221,6 +248,12 @@ def algos(name: str | None) -> None:
     from tandem.algos import describe
 
     click.echo("\n".join(describe.listing() if name is None else describe.description(name)))
+
+
+def _config_of(run: Path) -> Path:
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} is not the directory of a run: it has no config.yaml")
+    return run / "config.yaml"
 
 
 def _load(path: Path, overrides: Sequence[str]) -> Resolved[Recipe]:

@@ -40,7 +40,6 @@ from tandem.checkpoint.wire import whole_shards, wire_hash
 from tandem.config import Resolved, dump, flatten
 from tandem.durable import attempt, write_whole
 from tandem.errors import ConfigError
-from tandem.faults import crash_point
 from tandem.ports import Dataset, WorkerGroup
 from tandem.recipe import DatasetSection, Recipe, load_recipe
 from tandem.runtime.placement import RuntimeConfig
@@ -244,7 +243,7 @@ class _PhaseRun:
         phase, initial = self.phase, (self.directory / "initial").resolve()
         self.began_s = began_s
         if phase.copies_policy and (self.store.latest() is None or not initial.is_dir()):
-            _save_whole(phase.model, initial)
+            phase.model.save(initial)
         async with phase.workers:
             await phase.begin(initial)
             await self._run()
@@ -270,7 +269,7 @@ class _PhaseRun:
             self.samples.write(map(SampleRecord.of, self.phase.source.consumed), step)
         if self.phase.roles.due(step):
             weights = (self.directory / "reset").resolve()
-            _save_whole(await self.phase.current(), weights)
+            (await self.phase.current()).save(weights)
             await self.phase.roles.reset(self.phase.policy, step, weights)
             shutil.rmtree(weights)
             self.trackers.log(Metrics.sum({"train/resets": 1}), step)
@@ -386,7 +385,7 @@ def _rates(result: EvalResult) -> dict[str, float]:
 def _finish(recipe: Recipe, main: _PhaseRun, directory: Path, console: Console) -> None:
     """final/, summary.json, the curve and the report."""
     final = directory / "final"
-    _save_whole(main.phase.model, final)
+    main.phase.model.save(final)
     summary = main.summary()
     write_summary(directory / "summary.json", summary)
     places = {"model": final, "metrics": directory / "metrics.jsonl", "samples": directory / "samples.jsonl"}
@@ -413,18 +412,6 @@ def _finish(recipe: Recipe, main: _PhaseRun, directory: Path, console: Console) 
         console.print("warning: no group had an advantage in any step, so nothing was learned: look at the rewards", style="yellow")
     samples = [SampleRecord.of(episode) for episode in main.last.result.episodes[:3]] if main.last.result is not None else []
     final_report(console, summary, curve, samples, {**places, "curve": directory / "curve.png"}, next_command)
-
-
-def _save_whole(model: Model, directory: Path) -> None:
-    """The directory is whole or as it was."""
-    partial = directory.with_name(f"{directory.name}.partial")
-    with attempt(f"write {directory}", directory.parent):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        model.save(partial)
-        crash_point(f"{directory.name}.before_rename")
-        shutil.rmtree(directory, ignore_errors=True)
-        partial.rename(directory)
 
 
 async def _measure(recipe: Recipe, console: Console) -> None:

@@ -91,7 +91,7 @@ def test_eval_takes_a_recipe_or_a_run(run: Run, launch: Launch) -> None:
     final = run_directory / "final"
     assert launch.calls == [(StandIn(3), None), (StandIn(4), Path("m")), (StandIn(8), final), (StandIn(8), Path("m"))]
     code, _, err = run("eval", "runs")
-    assert (code, err) == (2, "error: runs is a directory without a config.yaml; give a recipe file or the directory of a run\n")
+    assert (code, err) == (2, "error: runs is not the directory of a run: it has no config.yaml\n")
 
 
 def test_config_prints_values_with_their_origins(run: Run) -> None:

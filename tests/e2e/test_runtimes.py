@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tandem.models.hf import load_value_model
+from tandem.text.tokenizer import load_tokenizer
 from tests.e2e.runs import assert_same, forked, outcome, tandem, write_recipe
 
 PPO = ("algorithm=ppo", "algorithm.reward_kl_coef=0.1", "critic.train.lr=0.003", "critic.warmup_steps=1")
@@ -76,9 +78,60 @@ def test_a_run_goes_on_with_another_number_of_ranks(inline: dict[tuple[str, ...]
     assert found["metrics"][-1]["step"] == 4
 
 
-@pytest.fixture(scope="module", name="straight")
-def _straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return trained(tmp_path_factory.mktemp("straight") / "run", *PPO, PROCESS)
+@pytest.fixture(scope="module", name="sharded")
+def _sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run on two ranks, and what it came to."""
+    run = tmp_path_factory.mktemp("sharded") / "run"
+    return run, trained(run, *PPO, PROCESS)
+
+
+@pytest.fixture(name="straight")
+def _straight(sharded: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
+    return sharded[1]
+
+
+def test_a_snapshot_of_two_ranks_is_exported_whole(sharded: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    run = sharded[0]
+    assert tandem("export", str(run), str(tmp_path / "policy")) == 0
+    assert [path.read_bytes() for path in sorted((tmp_path / "policy").iterdir())] == sharded[1]["files"]
+    assert tandem("export", str(run), str(tmp_path / "critic"), "--role", "critic", "--step", "3") == 0
+    critic = load_value_model(tmp_path / "critic")
+    assert critic.score.weight.abs().sum() > 0
+    assert load_tokenizer(tmp_path / "critic").vocabulary == load_tokenizer(run / "final").vocabulary
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--role", "reference"], "holds no model of role 'reference'; it holds critic, policy"),
+        (["--step", "1"], "does not hold step 1; its steps are 4, 3"),
+        (["--step", "3", "--best"], "--step and --best name two snapshots"),
+    ],
+)
+def test_what_cannot_be_exported(
+    arguments: Sequence[str],
+    complaint: str,
+    sharded: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert tandem("export", str(sharded[0]), str(tmp_path / "to"), *arguments) == 2
+    assert complaint in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "to").exists()
+
+
+def test_export_needs_a_run_and_room(
+    sharded: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    for run, to, complaint in (
+        (tmp_path / "nothing", tmp_path / "to", "is not the directory of a run"),
+        (sharded[0], tmp_path, "not an empty directory"),
+        (sharded[0], tmp_path / "file", "not an empty directory"),
+    ):
+        assert tandem("export", str(run), str(to)) == 2
+        assert complaint in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.slow

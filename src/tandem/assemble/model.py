@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem import device
 from tandem.assemble.tasks import problem
+from tandem.durable import attempt
 from tandem.errors import ConfigError, DeviceError, ModelError
+from tandem.faults import crash_point
 from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
 from tandem.models.hf import load_decoder, load_value_model, save_decoder
 from tandem.models.probe import ProbeResult, probe
@@ -28,9 +31,16 @@ class Model:
     probed: ProbeResult
 
     def save(self, directory: Path) -> None:
-        """As a Hugging Face directory."""
-        save_decoder(self.decoder, directory, self.tokenizer.eos_id)
-        self.tokenizer.save(directory)
+        """As a Hugging Face directory, which is whole or as it was."""
+        partial = directory.with_name(f"{directory.name}.partial")
+        with attempt(f"write {directory}", directory.parent):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            save_decoder(self.decoder, partial, self.tokenizer.eos_id)
+            self.tokenizer.save(partial)
+            crash_point(f"{directory.name}.before_rename")
+            shutil.rmtree(directory, ignore_errors=True)
+            partial.rename(directory)
 
 
 def build_model(recipe: Recipe, kind: type[Decoder] = Decoder) -> Model:

@@ -150,8 +150,7 @@ def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, workers: Wor
     """
     roles: list[Role] = []
     for name, outputs, objective in _used(recipe, algorithm):
-        section = _section(recipe, name)
-        path = section.path if section is not None else None
+        section, path = _section(recipe, name), path_of(recipe, name)
         if path is None and name == "teacher":
             raise ConfigError(f"{algorithm.name} learns from a teacher: give teacher.path, a Hugging Face directory")
         own = _copied(name, model) if path is None else _checked(name, path, recipe, model)
@@ -166,6 +165,12 @@ def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, workers: Wor
         group = workers.group(own, Job(name, settings.train.over(updates), objective))
         roles.append(Role(name, own, path, group, outputs, objective, settings.warmup_steps))
     return Roles(tuple(roles))
+
+
+def path_of(recipe: Recipe, name: str) -> Path | None:
+    """The directory that a role's model comes from; None: it is a copy of the policy."""
+    section = _section(recipe, name)
+    return section.path if section is not None else None
 
 
 def _used(recipe: Recipe, algorithm: Algorithm) -> list[tuple[str, Mapping[str, str], Algorithm | None]]:

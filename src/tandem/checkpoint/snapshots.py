@@ -139,7 +139,7 @@ class SnapshotStore:
 
     def _thin_out(self, newest: int) -> None:
         """Removes what the configuration does not keep, among the snapshots up to `newest`, which always stays."""
-        steps = [step for step in self._steps() if step <= newest]
+        steps = [step for step in self.steps if step <= newest]
         keep = {*steps[: self._config.keep_last]}
         if self._config.keep_best:
             keep.update(self._by_score(steps)[:1])
@@ -157,11 +157,15 @@ class SnapshotStore:
 
         A damaged one is passed over, with a warning in the result. Raises SnapshotError where all are damaged.
         """
-        return self._first_good(self._steps())
+        return self._first_good(self.steps)
 
     def best(self) -> Snapshot | None:
         """The good snapshot of the highest score (of equals the newest); None where none has a score."""
-        return self._first_good(self._by_score(self._steps()))
+        return self._first_good(self._by_score(self.steps))
+
+    def at(self, step: int) -> Snapshot | None:
+        """That of a step; None where there is none. Raises SnapshotError where it is damaged."""
+        return self._first_good([step]) if step in self.steps else None
 
     def _first_good(self, steps: Iterable[int]) -> Snapshot | None:
         damages: list[str] = []
@@ -193,7 +197,8 @@ class SnapshotStore:
             return []
         return [f"{path.name} was written under {', '.join(differ)}: the resumed run may differ from an undisturbed one"]
 
-    def _steps(self) -> list[int]:
+    @property
+    def steps(self) -> list[int]:
         """Steps of all snapshots, good or not, newest first."""
         found = (_NAME.fullmatch(path.name) for path in self._directory.iterdir())
         return sorted((int(match[1]) for match in found if match), reverse=True)
