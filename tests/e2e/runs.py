@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,17 @@ def tandem(*arguments: str) -> int:
     return run(arguments, _Invocation())
 
 
-def forked(arguments: Sequence[str], log: Path, *, crash_at: str | None = None, limit_s: float = 120) -> int:
+def forked(
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    crash_at: str | None = None,
+    limit_s: float = 120,
+    environment: Mapping[str, str] | None = None,
+) -> int:
     """The same in a process of its own: its exit code, -9 where SIGKILL ended it. What it printed is in `log`."""
-    process = _forks.Process(target=_child, args=(list(arguments), str(log), crash_at))
+    more = {**(environment or {}), **({"TANDEM_CRASH_AT": crash_at} if crash_at is not None else {})}
+    process = _forks.Process(target=_child, args=(list(arguments), str(log), more))
     process.start()
     process.join(limit_s)
     if process.is_alive():
@@ -78,12 +86,11 @@ def forked(arguments: Sequence[str], log: Path, *, crash_at: str | None = None, 
     return code
 
 
-def _child(arguments: list[str], log: str, crash_at: str | None) -> None:
+def _child(arguments: list[str], log: str, environment: dict[str, str]) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    if crash_at is not None:
-        os.environ["TANDEM_CRASH_AT"] = crash_at
+    os.environ.update(environment)
     sys.exit(run(arguments, _Invocation()))
 
 

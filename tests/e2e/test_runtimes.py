@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,19 @@ import pytest
 from tandem.models.hf import load_value_model
 from tandem.text.tokenizer import load_tokenizer
 from tests.e2e.runs import assert_same, forked, outcome, tandem, write_recipe
+from tests.runtime.ray_cluster import cluster
 
 PPO = ("algorithm=ppo", "algorithm.reward_kl_coef=0.1", "critic.train.lr=0.003", "critic.warmup_steps=1")
 GRPO = ("algorithm=grpo",)
 PROCESS = "runtime=process"
 
 
-def trained(directory: Path, *arguments: str) -> dict[str, Any]:
+def trained(directory: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What the tiny recipe comes to; how many bytes a publish moves is the runtime's own affair."""
     log = directory.with_suffix(".log")
     directory.parent.mkdir(parents=True, exist_ok=True)
     command = ["train", str(write_recipe(directory.parent)), f"run.dir={directory}", *arguments]
-    assert forked(command, log) == 0, log.read_text()
+    assert forked(command, log, environment=environment) == 0, log.read_text()
     found = outcome(directory)
     for line in (*found["metrics"], *found["warmup"]):
         line.pop("publish/bytes", None)
@@ -51,6 +52,27 @@ def test_one_rank_elsewhere_is_one_rank_here_bit_for_bit(
     arguments: tuple[str, ...], pools: str, inline: dict[tuple[str, ...], Any], tmp_path: Path
 ) -> None:
     assert_same(trained(tmp_path / "run", *arguments, PROCESS, f"runtime.pools={pools}"), inline[arguments])
+
+
+@pytest.mark.ray
+def test_a_rank_in_a_ray_actor_is_one_rank_here_bit_for_bit(inline: dict[tuple[str, ...], Any], tmp_path: Path) -> None:
+    there = {"RAY_ADDRESS": cluster().address}
+    pools = "runtime.pools={trainer: 1, critic: 1}"
+    found = trained(tmp_path / "run", *PPO, "trainer.steps=2", "runtime=ray", pools, environment=there)
+    assert (tmp_path / "run" / "logs" / "trainer-0.log").exists()
+    found = trained(tmp_path / "run", *PPO, "runtime=ray", pools, "--resume", environment=there)
+    assert found["weights"] == inline[PPO]["weights"]
+
+
+@pytest.mark.ray
+def test_a_cluster_that_is_too_small_for_a_recipe_is_said_with_who_asks(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = ["train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}", "runtime=ray", "runtime.pools.trainer=9"]
+    assert forked(command, log, environment={"RAY_ADDRESS": cluster().address}) == 2
+    said = " ".join(log.read_text().split())
+    assert "9 cores are asked for and the cluster (" in said
+    assert "has 8: trainer 9 (9 x 1)" in said
+    assert "Traceback" not in said
 
 
 def test_two_ranks_train_as_one_and_generate_exactly(inline: dict[tuple[str, ...], Any], tmp_path: Path) -> None:

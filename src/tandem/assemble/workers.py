@@ -6,27 +6,34 @@ A worker elsewhere is made there from a `Blueprint`, which has a model's shape; 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
 from tandem import device
+from tandem.data_proto import Empty
 from tandem.errors import ConfigError
 from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.ports import Runtime, TrainEngine, TransferQueue, WorkerGroup
+from tandem.registry import resolve
 from tandem.runtime.inline import Inline
-from tandem.runtime.placement import Rank, RuntimeConfig, place, table
+from tandem.runtime.placement import Rank, RuntimeConfig, place, seated, table
 from tandem.runtime.process import Processes
-from tandem.runtime.queue_service import QueueServer
+from tandem.runtime.queue_service import QueueServer, shared
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.trainer.workers import ModelWorker, TrainWorker
 from tandem.types import Algorithm
 
+if TYPE_CHECKING:
+    from tandem.runtime.ray import RayCluster
+    from tandem.runtime.ray_queue import RayQueueServer
+
+_RAY = {"ray": "tandem.runtime.ray:RayCluster", "queue of ray": "tandem.runtime.ray_queue:RayQueueServer"}
 _WHOLE, _SHARDED = "tandem.assemble.workers:whole", "tandem.assemble.sharded:sharded"
 
 
@@ -76,6 +83,11 @@ def worker(rank: Rank, engine: TrainEngine, job: Job, queue: TransferQueue) -> M
     return TrainWorker(engine, queue, job.objective, job.role, ranks=rank.size)
 
 
+def memory(config: RuntimeConfig) -> Empty | None:
+    """In which the queue joins rows, where worker processes of this machine can be shown it."""
+    return shared if config.name == "process" else None
+
+
 class Workers:
     """The workers of one phase, for the length of an `async with`; groups are declared before.
 
@@ -83,22 +95,29 @@ class Workers:
     """
 
     def __init__(self, config: RuntimeConfig, queue: TransferQueue, logs: Path) -> None:
-        """Raises DeviceError where this machine has less than the pools ask for."""
+        """Raises DeviceError where this machine has less than the pools ask for; a cluster is asked when the workers start."""
         self._config = config
         self._places: dict[str, str] = {}  # role -> pool
         self.shared = config.name == "inline"
+        self._services: list[AbstractAsyncContextManager[Any, Any]] = []
         if self.shared:
-            self._services: list[QueueServer] = []
             self._runtime: Runtime = Inline()
             self._queue = queue
-        else:
-            server = QueueServer(queue)
+        elif config.name == "process":
             self._seats = place(config.resource_pools, device.hardware())
-            self._services, self._runtime, self._queue = (
-                [server],
-                Processes(self._seats, logs, limit_s=config.limit_s),
-                server.client(),
-            )
+            self._runtime = Processes(self._seats, logs, limit_s=config.limit_s)
+            server = QueueServer(queue)
+            self._services.append(server)
+            self._queue = server.client()
+        else:
+            self._seats = seated(config.resource_pools, "cpu")
+            kinds = (resolve(name, _RAY, kind="runtime") for name in _RAY)
+            cluster_type, server_type = cast("tuple[type[RayCluster], type[RayQueueServer]]", tuple(kinds))
+            cluster = cluster_type(config.resource_pools, logs, limit_s=config.limit_s)
+            serving = server_type(queue, cluster)
+            self._runtime = cluster
+            self._services.append(serving)
+            self._queue = serving.client()
 
     def group(self, model: Decoder | Blueprint, job: Job) -> WorkerGroup:
         """The workers of a role. model: a live one is used as it is where workers are shared, else copied without its weights."""

@@ -32,15 +32,15 @@ class ResourcePool:
 class RuntimeConfig:
     """Where the models are that are trained or read beside generation.
 
-    name: inline, in this process; process, in processes of this machine. pools: processes by pool; the role policy, critic,
-    reference, ... is in the pool of its name, or else in pool "trainer". cores: threads of one operation of a process.
-    replicas: whole copies of a model among the processes of a pool, each copy cut over its share of them. limit_s: how long a
-    call may wait while no process answers, longer than the slowest step.
+    name: inline, in this process; process, in processes of this machine; ray, in actors of a Ray cluster. pools: processes by
+    pool; the role policy, critic, reference, ... is in the pool of its name, or else in pool "trainer". cores: threads of one
+    operation of a process. replicas: whole copies of a model among the processes of a pool, each copy cut over its share of them.
+    limit_s: how long a call may wait while no process answers, longer than the slowest step.
     """
 
     SHORTHAND: ClassVar[str] = "name"
 
-    name: Literal["inline", "process"] = "inline"
+    name: Literal["inline", "process", "ray"] = "inline"
     pools: dict[str, int] = field(default_factory=lambda: {"trainer": 2})
     cores: int = 1
     replicas: int = 1
@@ -97,11 +97,16 @@ def place(pools: Sequence[ResourcePool], there: Hardware) -> tuple[Seat, ...]:
     Raises DeviceError where there are fewer cores or devices than the pools ask for, with who asks for how much.
     """
     check(pools, {"": there})
+    return seated(pools, there.kind)
+
+
+def seated(pools: Sequence[ResourcePool], kind: Kind) -> tuple[Seat, ...]:
+    """A seat for every rank of every pool, in order, wherever that is."""
     seats: list[Seat] = []
     used = 0
     for pool in pools:
         for rank in range(pool.ranks):
-            seats.append(Seat(pool.name, rank, pool.cores, there.kind, tuple(range(used, used + pool.devices))))
+            seats.append(Seat(pool.name, rank, pool.cores, kind, tuple(range(used, used + pool.devices))))
             used += pool.devices
     return tuple(seats)
 

@@ -84,12 +84,14 @@ class RayCluster(Runtime):
     """The Ray runtime.
 
     logs: a directory on every node, for one file a process of that node. limit_s: how long a call may wait while no rank
-    answers; longer than the slowest step. address: of the cluster; see the module's docstring.
+    answers; longer than the slowest step. address: of the cluster; see the module's docstring. running: whether its actors can
+    be called.
 
     Entering it raises DeviceError where the pools ask for more than the cluster has, before anything starts.
     """
 
     def __init__(self, pools: Sequence[ResourcePool], logs: Path, *, limit_s: float = 600.0, address: str | None = None) -> None:
+        self.running = False
         self._address = address
         self._wanted = tuple(pools)
         self._listeners: list[Callable[[Actor], None]] = []
@@ -113,6 +115,8 @@ class RayCluster(Runtime):
 
     async def _prepare(self, undo: AsyncExitStack) -> None:
         undo.enter_context(connected(self._address))
+        self.running = True
+        undo.callback(self._stopped)
         there = cluster()
         check(self._wanted, there)
         kinds: list[Kind] = [has.kind for has in there.values() if has.devices]
@@ -135,6 +139,9 @@ class RayCluster(Runtime):
             bundle = [(index, keepers[nodes[index]]) for index in range(first, first + pool.ranks)]
             self._reserved[pool.name].reserve(group, bundle, kind)
             first += pool.ranks
+
+    def _stopped(self) -> None:
+        self.running = False
 
     @staticmethod
     def _keeper(node: str, undo: AsyncExitStack) -> Actor:

@@ -53,7 +53,8 @@ class RayQueueServer:
         self._runtime.ignore(self._listen)
         for actor, task in self._serving.items():
             task.cancel()
-            actor.close.remote(self._name)
+            if self._runtime.running and not task.done():
+                actor.close.remote(self._name)
         for ended in await asyncio.gather(*self._serving.values(), return_exceptions=True):
             if isinstance(ended, Exception):
                 raise ended
