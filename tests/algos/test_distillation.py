@@ -93,6 +93,10 @@ def test_what_is_less_likely_than_the_floor_counts_as_this_likely_without_gradie
         torch.testing.assert_close(got[0], wanted[0])
         assert got[0, 2] == 0
         assert bool((got[1] != 0).all())
+    logits, ids = torch.tensor([[0.0, 3.0, -9.0, 1.0]]), torch.tensor([[1, 3, 2]])
+    whole = topk_kl(logits, teacher[:1].float(), ids, logprob_floor=-5.0).loss
+    assert torch.equal(whole, topk_kl_at(logits.log_softmax(-1).gather(-1, ids), teacher[:1].float(), logprob_floor=-5.0).loss)
+    assert not torch.equal(whole, topk_kl(logits, teacher[:1].float(), ids).loss)
     mask = torch.tensor([True, True])
     term = topk_distillation(inputs(student, teacher, mask), logprob_floor=-10.0)
     torch.testing.assert_close(

@@ -167,7 +167,7 @@ def best_of_group(
     gap = np.where(is_best & (groups.sum(is_best.astype(np.float64)) == 1), shifted - second, 0.0)
     if scale == "group":
         gap = _divided(gap, groups.members(_deviations(shifted - groups.mean(shifted), groups, 1) + std_eps))
-    return _column(np.where(groups.size == 1, 0.0, gap), rewards_B)
+    return _column(gap, rewards_B)
 
 
 @checked

@@ -147,7 +147,7 @@ class Groups:
         order = ids.argsort(kind="stable")  # which is quick where they are in order already
         rising = ids[order]
         self.index = np.zeros(len(ids), np.int64)
-        self.index[order[1:]] = np.add.accumulate(rising[1:] != rising[:-1], dtype=np.int64)
+        self.index[order[1:]] = np.add.accumulate(rising[1:] != rising[:-1])
         self.sizes = np.bincount(self.index).astype(np.float64)
 
     @property
