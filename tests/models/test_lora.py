@@ -136,6 +136,15 @@ def test_the_fingerprint_is_that_of_the_frozen_weights() -> None:
 # ----------------------------------------------------------------------------------------------------------- on disk
 
 
+def test_merged_with_an_adapter_that_is_nothing_yet_a_model_is_itself_bit_for_bit() -> None:
+    model, other = loud(SHAPE), loud(SHAPE)
+    for each in (model, other):
+        each.get_parameter("model.layers.0.mlp.up_proj.weight").data[0, 0] = -0.0
+    add_lora(model, LORA, 0)
+    for name, weight in model.weights().items():
+        assert torch.equal(weight.view(torch.int32), other.weights()[name].view(torch.int32)), name
+
+
 def test_merged_weights_are_a_plain_model_that_computes_the_same(tmp_path: Path) -> None:
     model = adapted()
     save_decoder(model, tmp_path)

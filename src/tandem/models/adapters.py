@@ -5,11 +5,14 @@ lora.py makes one, and needs the package `peft`; this file needs nothing, so tha
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+import xxhash
 from torch import Tensor, nn
 
 
@@ -33,14 +36,21 @@ class LoraConfig:
 
 
 class Adapter(Protocol):
-    """Of one model. names: its parameters in that model. base: fingerprint of the weights that it was put beside."""
+    """Of one model. base: fingerprint of the weights that it is beside; who changes those sets it."""
+
+    base: str
 
     @property
     def config(self) -> LoraConfig: ...
+
     @property
-    def names(self) -> frozenset[str]: ...
-    @property
-    def base(self) -> str: ...
+    def names(self) -> frozenset[str]:
+        """Its parameters in the model."""
+        ...
+
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """The model's other parameters, by the names that they have without an adapter."""
+        ...
 
     def switched_off(self) -> AbstractContextManager[None]:
         """Within, the model is the frozen one, bit for bit."""
@@ -63,3 +73,13 @@ def trained(model: nn.Module, adapter: Adapter | None) -> dict[str, nn.Parameter
         if parameter.requires_grad:
             found[name] = parameter
     return found
+
+
+def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Of names, shapes and bits, in any order: the sum of each weight's xxh3 (128 bits), hexadecimal."""
+    total = 0
+    for name, weight in weights:
+        digest = xxhash.xxh3_128(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        total += digest.intdigest()
+    return f"{total % (1 << 128):032x}"

@@ -18,7 +18,6 @@ import peft
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-import xxhash
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.errors import ConfigError
 from tandem.models import numerics
-from tandem.models.adapters import LoraConfig, trained
+from tandem.models.adapters import LoraConfig, fingerprint, trained
 from tandem.models.decoder import Linear, Projection
 from tandem.models.language_model import LanguageModel
 from tandem.models.numerics import padded
@@ -44,7 +43,7 @@ def add_lora(model: LanguageModel, config: LoraConfig, seed: int, *, origin: str
     A is uniform from `seed` alone, as PEFT draws it, B is zero. origin: the model's name or directory, for whoever loads the
     adapter. Raises ConfigError for targets that match no projection.
     """
-    base = _fingerprint(model)
+    base = fingerprint(model.named_parameters())
     targets, transposed = _targets(model, config.targets)
     settings = peft.LoraConfig(
         r=config.rank,
@@ -110,7 +109,7 @@ class LoraProjection(nn.Module, LoraLayer):
         return cast("Tensor", self.lora_A[_NAME].weight), cast("Tensor", self.lora_B[_NAME].weight)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LoraAdapter:
     """Implements adapters.Adapter. model: that it is in. settings: PEFT's."""
 
@@ -136,16 +135,17 @@ class LoraAdapter:
             for layer in layers:
                 layer._disable_adapters = False  # pyright: ignore[reportPrivateUsage]
 
+    def frozen(self) -> dict[str, nn.Parameter]:
+        parameters = self.model.named_parameters()
+        return {_plain(name): parameter for name, parameter in parameters if name not in self.names}
+
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
-        layers = {f"{name}.base_layer.weight": layer for name, layer in self._layers.items()}
-        return {
-            name.replace(".base_layer.", "."): parameter.detach() + cast("Any", layers[name]).get_delta_weight(_NAME)
-            if name in layers
-            else parameter.detach()
-            for name, parameter in self.model.named_parameters()
-            if name not in self.names
-        }
+        found = {name: parameter.detach() for name, parameter in self.frozen().items()}
+        for name, layer in self._layers.items():
+            weight, delta = found[f"{name}.weight"], cast("Any", layer).get_delta_weight(_NAME)
+            found[f"{name}.weight"] = torch.where(delta == 0, weight, weight + delta)  # which keeps the sign of a zero
+        return found
 
     def save(self, directory: Path) -> None:
         found = peft.get_peft_model_state_dict(self.model.whole, adapter_name=_NAME, save_embedding_layers=False)
@@ -182,6 +182,11 @@ def _targets(model: LanguageModel, wanted: tuple[str, ...]) -> tuple[list[str], 
     return targets, any(isinstance(modules[name], Conv1D) for name in possible for target in targets if _ends(name, target))
 
 
+def _plain(name: str) -> str:
+    """A parameter's name without what PEFT puts into it."""
+    return name.replace(".base_layer.", ".")
+
+
 def _modules(model: nn.Module) -> Mapping[str, nn.Module]:
     return dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
 
@@ -189,13 +194,3 @@ def _modules(model: nn.Module) -> Mapping[str, nn.Module]:
 def _ends(name: str, target: str) -> bool:
     """Whether PEFT takes the module of this name for a target."""
     return name == target or name.endswith(f".{target}")
-
-
-def _fingerprint(model: nn.Module) -> str:
-    """xxh3 (128 bits, hexadecimal) over names, shapes and bits of all parameters."""
-    digest = xxhash.xxh3_128()
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach().cpu().contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
