@@ -30,7 +30,8 @@ from rich.console import Console
 
 from tandem import device
 from tandem.assemble.model import Model, build_model
-from tandem.assemble.phases import Phase, first_trained, from_dataset, main_phase, warmup_phase
+from tandem.assemble.phases import Phase, algorithm, first_trained, from_dataset, main_phase, warmup_phase
+from tandem.assemble.roles import merged
 from tandem.assemble.rollout import Rollout, open_rollout
 from tandem.assemble.tasks import build_dataset
 from tandem.assemble.trackers import build_trackers
@@ -74,7 +75,7 @@ def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
     """`tandem eval`: the recipe's held-out tasks on its model, or on the one in the directory `model`."""
     recipe, console = resolved.value, Console()
     if model is not None:
-        recipe = replace(recipe, model=replace(recipe.model, path=model, new=None), warmup=None)
+        recipe = merged(recipe, algorithm(recipe), model)
     asyncio.run(_measure(recipe, console))
 
 
@@ -88,6 +89,7 @@ _CONTINUES = (
     "warmup.",
     "agent.",
     "algorithm.name",
+    "lora",
     "rollout.group",
     "reference.",
     "teacher.",
@@ -173,7 +175,7 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
                 f"with the algorithm.* that it had, or begin another one"
             )
         stack.enter_context(_open_directory(directory, resolved, resume, console))
-        console.print(_describe(model), markup=False, highlight=False)
+        console.print(model.describe(), markup=False, highlight=False)
         if not phase.workers.shared:
             console.print(phase.workers.describe(), markup=False, highlight=False)
         if not recipe.sampling.full_support and not from_dataset(recipe):
@@ -194,11 +196,6 @@ def _has_begun(recipe: Recipe) -> bool:
     """Whether there is a snapshot of the main phase to go on from."""
     path = recipe.run.directory / "snapshots"
     return path.is_dir() and SnapshotStore(path, recipe.snapshots, device.fingerprint()).latest() is not None
-
-
-def _describe(model: Model) -> str:
-    count = sum(parameter.numel() for parameter in model.decoder.parameters())
-    return f"model: {count:,} parameters, {model.tokenizer.vocab_size} tokens; rollout and trainer logprobs: {model.probed.law}"
 
 
 def _heldout(recipe: Recipe) -> Dataset | None:
@@ -418,7 +415,7 @@ async def _measure(recipe: Recipe, console: Console) -> None:
     if recipe.data.heldout is None:
         raise ConfigError("there is nothing to evaluate on: give data.heldout a task or a path")
     model = build_model(recipe, first_trained(recipe))
-    console.print(_describe(model), markup=False, highlight=False)
+    console.print(model.describe(), markup=False, highlight=False)
     async with AsyncExitStack() as stack:
         loss = await _heldout_loss(recipe, recipe.data.heldout, model) if from_dataset(recipe) else None
         if loss is None and recipe.reward is None:
@@ -448,7 +445,7 @@ async def _heldout_loss(recipe: Recipe, heldout: DatasetSection, model: Model) -
 async def _dry_run(recipe: Recipe, console: Console) -> None:
     """Builds everything, prints the plan, and stops before the first step."""
     model = build_model(recipe, first_trained(recipe))
-    console.print(_describe(model), markup=False, highlight=False)
+    console.print(model.describe(), markup=False, highlight=False)
     async with AsyncExitStack() as stack:
         rollout = None if from_dataset(recipe) else await stack.enter_async_context(open_rollout(recipe, model))
         _heldout(recipe)
@@ -470,13 +467,13 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
 def _memory(recipe: Recipe, phase: Phase) -> dict[str, int]:
     """Bytes of what lasts from step to step; activations of one micro-batch come on top."""
     decoder = phase.model.decoder
-    config, weights = decoder.config, sum(p.numel() for p in decoder.parameters()) * 4
+    config, (weights, trained) = decoder.config, (4 * count for count in phase.model.sizes)
     beside = [(role, role.model.num_parameters * 4) for role in phase.roles.all]
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.dtype.itemsize
     return {
         "weights": weights,
-        "gradients": weights,
-        "AdamW moments": 2 * weights,
+        "gradients": trained,
+        "AdamW moments": 2 * trained,
         **{role.name: size * (1 if role.objective is None else 4) for role, size in beside},  # with gradients and moments
         "rollout KV cache": cache * recipe.engine.slots * recipe.engine.max_context,
     }

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 from tandem.checkpoint.snapshots import SnapshotConfig
 from tandem.config import Resolved, load
 from tandem.data.builtin import NoiseConfig
+from tandem.models.adapters import LoraConfig
 from tandem.queue.memory import MemoryQueueConfig
 from tandem.rewards.workers import RewardConfig
 from tandem.rollout.native import NativeConfig
@@ -227,6 +228,7 @@ class Recipe:
     seed: int = 0
     run: RunSection = field(default_factory=RunSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    lora: LoraConfig | None = None
     reference: ReferenceSection | None = None
     teacher: TeacherSection | None = None
     critic: TrainedSection | None = None
@@ -249,6 +251,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.lora is not None and self.model.path is None:
+            raise ValueError("lora freezes the model, and the weights of model.new are random: give model.path")
+        if self.lora is not None and self.warmup is not None:
+            raise ValueError("lora and warmup: what is warmed up is the model, and lora freezes it; warm up in a run of its own")
 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> Resolved[Recipe]:

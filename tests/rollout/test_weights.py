@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from tandem.checkpoint.wire import whole_shards
 from tandem.errors import EngineError
+from tandem.models.adapters import LoraConfig
+from tandem.models.lora import add_lora
 from tandem.rollout.weights import copy_shards
 from tandem.weights import WeightShard
+from tests.rollout.tiny import decoder
 
 
 def module() -> nn.Module:
@@ -20,6 +24,23 @@ def module() -> nn.Module:
 
 
 WEIGHT, BIAS = torch.arange(12.0).view(4, 3), torch.arange(4.0)
+
+
+def test_of_a_model_with_an_adapter_the_adapter_moves_and_all_of_it() -> None:
+    target, source = (decoder(seed=seed) for seed in (0, 1))
+    for seed, model in enumerate((target, source)):
+        add_lora(model, LoraConfig(rank=2), seed)
+    assert source.adapter is not None
+    frozen = {name: weight.clone() for name, weight in target.own_parameters().items()}
+    moved = [shard for shard in whole_shards(source) if shard.name in source.adapter.names]
+    copy_shards(target, moved)
+    parameters = dict(target.named_parameters())
+    assert all(torch.equal(parameters[shard.name], shard.tensor) for shard in moved)
+    assert all(torch.equal(weight, frozen[name]) for name, weight in target.own_parameters().items())
+    with pytest.raises(EngineError, match="not given as a whole"):
+        copy_shards(target, moved[1:])
+    with pytest.raises(EngineError, match="embed_tokens"):
+        copy_shards(target, whole_shards(source))
 
 
 def test_blocks_of_any_cut_and_dtype() -> None:

@@ -319,6 +319,18 @@ def test_logprobs_with_an_adapter_and_without_are_those_of_one_process_bit_for_b
     assert not torch.equal(after["logprobs"], alone["logprobs"])
 
 
+def test_two_ranks_put_the_weights_of_a_directory_under_an_adapter(pools: Pools, tmp_path: Path) -> None:
+    save_decoder(tiny_decoder(5), tmp_path / "model")
+    want, batch = frozenset({"base_logprobs"}), make_rows(LENGTHS)
+    base = TorchEngine(tiny_lora(5), SGD)
+    base.save(tmp_path / "state")
+    pools.each(Trainer.make, tiny_lora(), SGD)
+    pools.each(Trainer.load_weights, tmp_path / "model")
+    got = DataProto.concat(pools.each(Trainer.score, evenly(batch), want)).by_keys(batch.keys)
+    assert torch.equal(got["base_logprobs"], base.forward(batch, want)["base_logprobs"])
+    pools.each(Trainer.load, tmp_path / "state")  # whose adapter is beside these weights
+
+
 def test_an_adapter_that_two_ranks_saved_goes_on_there_and_on_one(pools: Pools, tmp_path: Path) -> None:
     pools.each(Trainer.make, tiny_lora(), SGD)
     pools.each(Trainer.train, [evenly(batch) for batch in batches(2, 2)], GRPO)

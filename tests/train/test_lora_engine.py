@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,23 @@ from tandem.algos.columns import loss_ref
 from tandem.algos.table import configure
 from tandem.errors import ColumnError, ModelError
 from tandem.models.adapters import LoraConfig
+from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
+from tandem.models.hf import save_decoder
+from tandem.models.lora import add_lora
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
-from tests.train.rows import LORA, make_rows, tiny_decoder, tiny_lora
+from tests.train.rows import LORA, TINY, make_rows, tiny_decoder, tiny_lora
 
 GRPO = loss_ref(configure("grpo", {"kl_coef": 0.1}))
 CONFIG = TrainConfig(lr=0.05, micro_batch_tokens=16)
 LOGPROBS, BOTH = frozenset({"logprobs"}), frozenset({"logprobs", "base_logprobs"})
 ROWS = make_rows([7, 3, 5, 2, 6])
+
+
+def init_lora(shape: DecoderConfig) -> Decoder:
+    decoder = init_decoder(shape, 0)
+    add_lora(decoder, LORA, 0)
+    return decoder
 
 
 def trained(engine: TorchEngine, steps: int = 3) -> TorchEngine:
@@ -83,6 +93,22 @@ def test_only_a_model_with_an_adapter_can_switch_it_off() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- on disk
+
+
+def test_weights_of_a_directory_go_under_the_adapter_which_knows_them(tmp_path: Path) -> None:
+    save_decoder(tiny_decoder(1), tmp_path)
+    engine, adapter = TorchEngine(tiny_lora(0), CONFIG), {name: p.clone() for name, p in tiny_lora(0).named_parameters()}
+    engine.load_weights(tmp_path)
+    base = TorchEngine(tiny_decoder(1), CONFIG).forward(ROWS, LOGPROBS)["logprobs"]
+    assert torch.equal(engine.forward(ROWS, BOTH)["base_logprobs"], base)
+    for shard in engine.weight_shards():
+        assert torch.equal(shard.tensor, adapter[shard.name])
+    there = tiny_lora(1).adapter
+    assert engine.decoder.adapter is not None
+    assert there is not None
+    assert engine.decoder.adapter.base == there.base
+    with pytest.raises(ModelError, match="does not hold the tensors"):
+        TorchEngine(init_lora(replace(TINY, num_layers=1)), CONFIG).load_weights(tmp_path)
 
 
 def test_a_state_holds_the_adapter_and_not_the_model(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem import device
+from tandem.assemble.adapter import put_adapter
 from tandem.assemble.tasks import problem
 from tandem.durable import attempt
 from tandem.errors import ConfigError, DeviceError, ModelError
@@ -20,6 +21,8 @@ from tandem.text.renderer import PLAIN_TEMPLATE, TemplateRenderer
 from tandem.text.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from tandem.trainer.sampler import seed_of
 
+ADAPTER = "adapter"  # in the directory of a model that was trained by one
+
 
 @dataclass(frozen=True)
 class Model:
@@ -30,14 +33,32 @@ class Model:
     renderer: TemplateRenderer
     probed: ProbeResult
 
+    def describe(self) -> str:
+        count, trained = self.sizes
+        size = f"{count:,} parameters" + (f", of which {trained:,} are an adapter's and trained" if trained < count else "")
+        return f"model: {size}, {self.tokenizer.vocab_size} tokens; rollout and trainer logprobs: {self.probed.law}"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Parameters, and those that are trained."""
+        parameters, adapter = dict(self.decoder.named_parameters()), self.decoder.adapter
+        names = parameters.keys() if adapter is None else adapter.names
+        return sum(each.numel() for each in parameters.values()), sum(parameters[name].numel() for name in names)
+
     def save(self, directory: Path) -> None:
-        """As a Hugging Face directory, which is whole or as it was."""
+        """As a Hugging Face directory, which is whole or as it was.
+
+        An adapter is merged into it, and beside it in `adapter`, as PEFT reads it.
+        """
         partial = directory.with_name(f"{directory.name}.partial")
         with attempt(f"write {directory}", directory.parent):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             save_decoder(self.decoder, partial, self.tokenizer.eos_id)
             self.tokenizer.save(partial)
+            if self.decoder.adapter is not None:
+                (partial / ADAPTER).mkdir()
+                self.decoder.adapter.save(partial / ADAPTER)
             crash_point(f"{directory.name}.before_rename")
             shutil.rmtree(directory, ignore_errors=True)
             partial.rename(directory)
@@ -59,7 +80,14 @@ def build_model(recipe: Recipe, kind: type[Decoder] = Decoder) -> Model:
     else:
         decoder = init_decoder(_shape(recipe.model, tokenizer), seed_of(recipe.seed, "weights"), dtype)
     check_fit(decoder.config, tokenizer, recipe, "the model")
-    return Model(decoder, tokenizer, TemplateRenderer(tokenizer, template), probe(decoder.config, dtype))
+    lora, seed, origin = recipe.lora, seed_of(recipe.seed, "adapter"), _absolute(recipe.model.path)
+
+    def adapt(model: Decoder) -> None:
+        if lora is not None:
+            put_adapter(model, lora, seed, origin)
+
+    adapt(decoder)
+    return Model(decoder, tokenizer, TemplateRenderer(tokenizer, template), probe(decoder.config, dtype, adapt))
 
 
 def check_fit(config: DecoderConfig, tokenizer: Tokenizer, recipe: Recipe, what: str) -> None:
@@ -71,6 +99,10 @@ def check_fit(config: DecoderConfig, tokenizer: Tokenizer, recipe: Recipe, what:
         )
     if recipe.engine.max_context > config.max_positions:
         raise ConfigError(f"engine.max_context={recipe.engine.max_context} is above the {config.max_positions} positions of {what}")
+
+
+def _absolute(path: Path | None) -> str | None:
+    return None if path is None else str(path.resolve())
 
 
 def _template(path: Path) -> str:

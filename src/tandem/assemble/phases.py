@@ -10,7 +10,7 @@ from tandem.algos.columns import reads, unit_of
 from tandem.algos.notes import NOTES
 from tandem.algos.table import configure, learns_values
 from tandem.assemble.model import Model
-from tandem.assemble.roles import KINDS, Roles, build_roles, check_roles
+from tandem.assemble.roles import KINDS, Roles, base_stages, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import Form, build_dataset
 from tandem.assemble.workers import Job, Workers, memory
@@ -152,7 +152,8 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
     resample = stages.resample(chosen, queue, seed=seed_of(recipe.seed, "resample"))
     kl = KLControls(chosen)
     credit = (stages.advantages(chosen, queue),) if chosen.advantage is not None else ()
-    known = (*credit, *of_policy, resample, *derived, *kl.stages(queue), *roles.stages)
+    base = base_stages(recipe, chosen, policy)
+    known = (*credit, *of_policy, resample, *derived, *kl.stages(queue), *base, *roles.stages)
     planned = _planned(chosen.needs | roles.needs, RolloutSource.columns, known, chosen)
     source = RolloutSource(
         dataset=build_dataset(recipe.data.train, "train", seed_of(recipe.seed, "tasks")),
@@ -261,6 +262,8 @@ def _dataset_phase(
     learner: LearnerConfig,
 ) -> Phase:
     if learns_values(chosen):
+        if recipe.lora is not None:
+            raise ConfigError(f"lora adapts a policy, and {chosen.name} trains a model of values, with its head: leave lora out")
         if recipe.reward is not None:
             raise ConfigError(f"reward judges what a policy writes, and {chosen.name} trains a model of values: leave reward out")
         model = replace(model, decoder=value_model_on(model.decoder))
@@ -279,7 +282,8 @@ def _dataset_phase(
     policy = workers.group(model.decoder, Job("policy", config.over(_updates(steps, learner)), chosen))
     roles = build_roles(recipe, model, chosen, workers, _updates(steps, learner))
     workers.check()
-    planned = _planned(chosen.needs | roles.needs, source.columns, roles.stages, chosen)
+    known = (*base_stages(recipe, chosen, policy), *roles.stages)
+    planned = _planned(chosen.needs | roles.needs, source.columns, known, chosen)
     measured = None
     if heldout is not None:
         tasks = build_dataset(heldout, "heldout", seed_of(recipe.seed, "heldout"), form)

@@ -150,6 +150,8 @@ def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, workers: Wor
     """
     roles: list[Role] = []
     for name, outputs, objective in _used(recipe, algorithm):
+        if name == "reference" and _is_base(recipe):
+            continue
         section, path = _section(recipe, name), path_of(recipe, name)
         if path is None and name == "teacher":
             raise ConfigError(f"{algorithm.name} learns from a teacher: give teacher.path, a Hugging Face directory")
@@ -171,6 +173,34 @@ def path_of(recipe: Recipe, name: str) -> Path | None:
     """The directory that a role's model comes from; None: it is a copy of the policy."""
     section = _section(recipe, name)
     return section.path if section is not None else None
+
+
+def base_stages(recipe: Recipe, algorithm: Algorithm, policy: WorkerGroup) -> list[BatchStage]:
+    """The reference of a policy with an adapter: the policy without it, so that there is no role.
+
+    Raises ConfigError for a reference that would change.
+    """
+    if not _is_base(recipe) or "reference" not in {name for name, _, _ in _used(recipe, algorithm)}:
+        return []
+    if recipe.reference is not None and recipe.reference.reset_every:
+        raise ConfigError(
+            f"reference.reset_every={recipe.reference.reset_every}: with lora the reference is the frozen model, which does not "
+            "change; give reference.path a model of its own"
+        )
+    return [stages.model_outputs("reference", policy, {"ref_logprobs": "base_logprobs"}, "frozen")]
+
+
+def merged(recipe: Recipe, algorithm: Algorithm, model: Path) -> Recipe:
+    """The recipe of the model that a run left in a directory: its adapter is a part of it, its reference what it began as."""
+    alone = replace(recipe, model=replace(recipe.model, path=model, new=None), warmup=None, lora=None)
+    if not _is_base(recipe) or "reference" not in {name for name, _, _ in _used(recipe, algorithm)}:
+        return alone
+    return replace(alone, reference=ReferenceSection(recipe.model.path))
+
+
+def _is_base(recipe: Recipe) -> bool:
+    """Whether the reference is the policy's own frozen model."""
+    return recipe.lora is not None and path_of(recipe, "reference") is None
 
 
 def _used(recipe: Recipe, algorithm: Algorithm) -> list[tuple[str, Mapping[str, str], Algorithm | None]]:

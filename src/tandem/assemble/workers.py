@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from tandem import device
+from tandem.assemble.adapter import put_adapter
 from tandem.data_proto import Empty
 from tandem.errors import ConfigError
+from tandem.models.adapters import LoraConfig
 from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.ports import Runtime, TrainEngine, TransferQueue, WorkerGroup
 from tandem.registry import resolve
@@ -39,18 +41,24 @@ _WHOLE, _SHARDED = "tandem.assemble.workers:whole", "tandem.assemble.sharded:sha
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model without its weights."""
+    """A model without its weights. lora: of its adapter, if it has one, and the seed that this begins with."""
 
     kind: type[Decoder]
     config: DecoderConfig
     dtype: torch.dtype
+    lora: tuple[LoraConfig, int] | None = None
 
     @classmethod
     def of(cls, decoder: Decoder) -> Blueprint:
-        return cls(type(decoder), decoder.config, decoder.dtype)
+        adapter = decoder.adapter
+        lora = (adapter.config, adapter.seed) if adapter is not None else None
+        return cls(type(decoder), decoder.config, decoder.dtype, lora)
 
     def build(self) -> Decoder:
-        return self.kind(self.config, self.dtype)
+        model = self.kind(self.config, self.dtype)
+        if self.lora is not None:
+            put_adapter(model, *self.lora)
+        return model
 
     def outline(self) -> Decoder:
         """On the meta device: names and shapes."""

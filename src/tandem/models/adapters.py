@@ -44,6 +44,11 @@ class Adapter(Protocol):
     def config(self) -> LoraConfig: ...
 
     @property
+    def seed(self) -> int:
+        """That it began with."""
+        ...
+
+    @property
     def names(self) -> frozenset[str]:
         """Its parameters in the model."""
         ...

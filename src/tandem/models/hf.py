@@ -72,7 +72,7 @@ def load_weights(decoder: LanguageModel, path: Path) -> None:
 
     Raises ModelError as `load_decoder` does, and then no parameter has changed.
     """
-    parameters = dict(decoder.named_parameters())
+    parameters = decoder.own_parameters()
     with torch.no_grad():
         for name, tensor in read_weights(decoder, path):
             parameters[name].copy_(tensor[...])
@@ -80,7 +80,7 @@ def load_weights(decoder: LanguageModel, path: Path) -> None:
 
 def check_weights(decoder: LanguageModel, path: Path) -> None:
     """Raises ModelError where the directory `path` has not the tensors of `decoder`, which may be on the meta device."""
-    parameters, places = dict(decoder.named_parameters()), _weight_files(path)
+    parameters, places = decoder.own_parameters(), _weight_files(path)
     problems = [f"missing {name} {list(parameters[name].shape)}" for name in parameters.keys() - places.keys() - {VALUE_HEAD}]
     for file in sorted(set(places.values())):
         with _open(file) as tensors:
@@ -100,7 +100,7 @@ def read_weights(decoder: LanguageModel, path: Path) -> Iterator[tuple[str, Any]
     Raises ModelError, before the first, as `check_weights` does.
     """
     check_weights(decoder, path)
-    names, places = {name for name, _ in decoder.named_parameters()}, _weight_files(path)
+    names, places = decoder.own_parameters().keys(), _weight_files(path)
     for file in sorted(set(places.values())):
         with _open(file) as tensors:
             for name in (name for name, place in places.items() if place == file and name in names):

@@ -60,6 +60,10 @@ class LanguageModel(nn.Module):
         Right padding is inert. Raises EngineError for rows that are too long for the model.
         """
 
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """By their Hugging Face names; not those of an adapter."""
+        return dict(self.named_parameters()) if self.adapter is None else self.adapter.frozen()
+
     def weights(self) -> dict[str, Tensor]:
         """Every weight that is not tied by its Hugging Face name, what an adapter adds included."""
         if self.adapter is not None:

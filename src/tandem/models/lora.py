@@ -59,7 +59,7 @@ def add_lora(model: LanguageModel, config: LoraConfig, seed: int, *, origin: str
         peft.inject_adapter_in_model(settings, model.whole, _NAME)
     settings._custom_modules = None  # pyright: ignore[reportPrivateUsage]
     names = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    model.adapter = LoraAdapter(model, config, settings, names, base)
+    model.adapter = LoraAdapter(model, config, seed, settings, names, base)
     trained(model, model.adapter)
 
 
@@ -115,6 +115,7 @@ class LoraAdapter:
 
     model: LanguageModel
     config: LoraConfig
+    seed: int
     settings: peft.LoraConfig
     names: frozenset[str]
     base: str

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tandem.errors import EngineError
+from tandem.models.language_model import LanguageModel
 from tandem.weights import WeightShard
 
 
@@ -16,11 +17,12 @@ from tandem.weights import WeightShard
 def copy_shards(module: nn.Module, shards: Iterable[WeightShard]) -> None:
     """Copies every block into the parameter of its name, casting to the parameter's dtype.
 
-    Nothing is copied unless all names and shapes fit and every parameter is covered. Raises EngineError otherwise,
-    naming the weight. Blocks of one weight must not overlap.
+    Nothing is copied unless all names and shapes fit and every parameter is covered; of a model with an adapter, every one of
+    the adapter's, since no other changes. Raises EngineError otherwise, naming the weight. Blocks of one weight must not overlap.
     """
     shards = list(shards)
-    parameters = dict(module.named_parameters())
+    adapter = module.adapter if isinstance(module, LanguageModel) else None
+    parameters = {name: each for name, each in module.named_parameters() if adapter is None or name in adapter.names}
     covered: Counter[str] = Counter()
     for shard in shards:
         parameter = parameters.get(shard.name)

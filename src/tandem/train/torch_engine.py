@@ -29,7 +29,7 @@ from tandem.data_proto import DataProto
 from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
 from tandem.faults import crash_point
-from tandem.models.adapters import trained
+from tandem.models.adapters import fingerprint, trained
 from tandem.models.hf import read_weights
 from tandem.models.language_model import LanguageModel
 from tandem.ports import Place
@@ -246,13 +246,17 @@ class TorchEngine:
                 yield WeightShard(name, tuple(parameter.shape), *here)
 
     def load_weights(self, path: Path) -> None:
-        """See ports.TrainEngine. Each rank reads what it holds."""
+        """See ports.TrainEngine. Each rank reads what it holds. An adapter stays as it is, beside other weights."""
         self._check_idle("belongs to the weights as they are")
+        own, adapter = self.decoder.own_parameters(), self.decoder.adapter
         with self._ranks.meeting("load_weights"), torch.no_grad():
             for name, tensor in read_weights(self.decoder, path):
-                if (here := self._ranks.part(self._parameters[name])) is not None:
+                if (here := self._ranks.part(own[name])) is not None:
                     offsets, block = here
                     block.copy_(tensor[tuple(slice(at, at + size) for at, size in zip(offsets, block.shape, strict=True))])
+        if adapter is not None:
+            whole = ((name, tensor[...].float()) for name, tensor in read_weights(self.decoder, path))
+            adapter.base = fingerprint(whole)
         self.reset_optimizer()
 
     def place(self, where: Place) -> None:
