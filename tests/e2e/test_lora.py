@@ -156,3 +156,11 @@ def test_what_it_cannot_be_beside_is_said_before_the_run(base: Path, tmp_path: P
         assert tandem("train", recipe, f"run.dir={tmp_path / 'run'}", "lora.rank=4", *overrides) == 2
         assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_snapshot_is_exported_as_the_final_model_is(whole: Path, tmp_path: Path) -> None:
+    assert tandem("export", str(whole), str(tmp_path / "model")) == 0
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        found, want = (load_file(directory / file) for directory in (tmp_path / "model", whole / "final"))
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
