@@ -16,7 +16,7 @@ from tandem.config import Resolved, load
 from tandem.data.builtin import NoiseConfig
 from tandem.models.adapters import LoraConfig
 from tandem.queue.memory import MemoryQueueConfig
-from tandem.rewards.workers import RewardConfig
+from tandem.rewards.config import RewardConfig
 from tandem.rollout.native import NativeConfig
 from tandem.runtime.placement import RuntimeConfig
 from tandem.train.config import TrainConfig

@@ -1,29 +1,43 @@
 """What every Reward promises."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import pytest
 
 from tandem.ports import Reward
+from tandem.rewards.config import RewardConfig
 from tandem.rewards.fake import FakeReward
-from tandem.rewards.workers import FunctionReward, RewardConfig
+from tandem.rewards.remote import RemoteReward
+from tandem.rewards.workers import FunctionReward
 from tandem.types import Episode, RewardResult
 from tests.rewards.episodes import group, task
+from tests.rewards.judge import judging
 
-REWARDS: dict[str, Callable[[], Reward]] = {
-    "fake": FakeReward,
-    "function": lambda: FunctionReward(RewardConfig("exact_match")),
+Make = Callable[[str], Reward]
+"""From the address of a judge."""
+
+REWARDS: dict[str, Make] = {
+    "fake": lambda _: FakeReward(),
+    "function": lambda _: FunctionReward(RewardConfig(function="exact_match")),
+    "remote": lambda url: RemoteReward(RewardConfig(url=url)),
 }
-FAILING: dict[str, Callable[[], Reward]] = {
-    "fake": lambda: FakeReward(lambda _: None),
-    "function": lambda: FunctionReward(RewardConfig("tests.rewards.user_functions:reads")),
+FAILING: dict[str, Make] = {
+    "fake": lambda _: FakeReward(lambda _: None),
+    "function": lambda _: FunctionReward(RewardConfig(function="tests.rewards.user_functions:reads")),
+    "remote": lambda url: RemoteReward(RewardConfig(url=url, limit_s=0.2)),
 }
 
 
-def judged(make: Callable[[], Reward], *groups: tuple[Episode, ...]) -> list[list[RewardResult]]:
+@pytest.fixture(scope="module")
+def url() -> Generator[str]:
+    with judging() as judge:
+        yield judge.url
+
+
+def judged(make: Make, url: str, *groups: tuple[Episode, ...]) -> list[list[RewardResult]]:
     async def run() -> list[list[RewardResult]]:
-        reward = make()
+        reward = make(url)
         results = await asyncio.gather(*(reward(task(), members) for members in groups))
         await reward.close()
         await reward.close()
@@ -33,18 +47,18 @@ def judged(make: Callable[[], Reward], *groups: tuple[Episode, ...]) -> list[lis
 
 
 @pytest.mark.parametrize("make", REWARDS.values(), ids=REWARDS)
-def test_one_result_an_episode_in_order(make: Callable[[], Reward]) -> None:
+def test_one_result_an_episode_in_order(make: Make, url: str) -> None:
     groups = [group("4", "5", "4"), group("5"), group("4"), group("5", "4")]
-    assert [[result.value for result in results] for results in judged(make, *groups)] == [[1, 0, 1], [0], [1], [0, 1]]
+    assert [[result.value for result in results] for results in judged(make, url, *groups)] == [[1, 0, 1], [0], [1], [0, 1]]
 
 
 @pytest.mark.parametrize("make", FAILING.values(), ids=FAILING)
-def test_a_judgement_that_cannot_be_made_is_a_failure_with_a_reason(make: Callable[[], Reward]) -> None:
-    (results,) = judged(make, group("raise", "4"))
+def test_a_judgement_that_cannot_be_made_is_a_failure_with_a_reason(make: Make, url: str) -> None:
+    (results,) = judged(make, url, group("raise", "4"))
     assert [result.ok for result in results] == [False, False]
     assert all(result.reason for result in results)
 
 
 @pytest.mark.parametrize("make", REWARDS.values(), ids=REWARDS)
-def test_it_can_be_closed_unused(make: Callable[[], Reward]) -> None:
-    assert judged(make) == []
+def test_it_can_be_closed_unused(make: Make, url: str) -> None:
+    assert judged(make, url) == []

@@ -1,11 +1,12 @@
 """What a clock decided, written down: a judgement that a repeat might not give again (a time-out, a remote judge).
 
 A resumed run asks here before it judges, so that it goes on as it would have without the interruption. A result is on
-the disk when `record` returns, which costs a sync each: what is computed the same way every time does not belong here.
+the disk when `record` returns, which costs a sync: what is computed the same way every time does not belong here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -33,10 +34,11 @@ class Journal:
     def __len__(self) -> int:
         return len(self._results)
 
-    def record(self, key: str, result: RewardResult) -> None:
-        self._log.append(_record(key, result))
+    def record(self, results: Mapping[str, RewardResult]) -> None:
+        for key, result in results.items():
+            self._log.append(_record(key, result))
         self._log.offset()
-        self._results[key] = result
+        self._results.update(results)
 
     def get(self, key: str) -> RewardResult | None:
         return self._results.get(key)

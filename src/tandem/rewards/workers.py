@@ -21,15 +21,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from tandem.errors import RewardError
 from tandem.rewards.child import HEADER, Answer
+from tandem.rewards.config import RewardConfig
+from tandem.rewards.patience import within
+from tandem.rewards.replay import Journal, recorded, replayed
 from tandem.types import Episode, Json, RewardResult, Task
 
 _START_LIMIT_S = 60.0
-_SLICES = 10
 _CHILD = """
 import json, sys
 path, *arguments = json.loads(sys.argv[1])
@@ -37,37 +37,6 @@ sys.path[:] = path
 from tandem.rewards.child import serve
 serve(*arguments)
 """
-
-
-@dataclass(frozen=True, slots=True)
-class RewardConfig:
-    """function: a built-in's short name, "package.module:function" or "path/file.py:function".
-
-    workers: groups judged at the same time. limit_s: seconds for one group, after which its worker is killed.
-    params: further arguments of the function, by name. components: parts that each RewardResult of the function has, in the
-    order in which an algorithm that credits them one by one (gdpo) takes them.
-    """
-
-    function: str
-    workers: int = 2
-    limit_s: float = 30.0
-    params: dict[str, Json] = field(default_factory=dict[str, Json])
-    components: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"workers is {self.workers} and must be at least 1")
-        if not self.limit_s > 0:
-            raise ValueError(f"limit_s is {self.limit_s} and must be greater than 0")
-        if len(set(self.components)) < len(self.components):
-            raise ValueError(f"components={list(self.components)} names one part twice")
-
-
-class Journal(Protocol):
-    """Keeps judgements that a repeat might not give again, by episode."""
-
-    def get(self, key: str) -> RewardResult | None: ...
-    def record(self, key: str, result: RewardResult) -> None: ...
 
 
 class FunctionReward:
@@ -78,9 +47,10 @@ class FunctionReward:
     """
 
     def __init__(self, config: RewardConfig, journal: Journal | None = None) -> None:
-        self._config = config
+        assert config.function is not None
+        self._config, self._function = config, config.function
         self._journal = journal
-        self._places = asyncio.Semaphore(config.workers)
+        self._places = asyncio.Semaphore(config.at_once)
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
 
@@ -91,10 +61,8 @@ class FunctionReward:
 
     async def __call__(self, task: Task, group: Sequence[Episode]) -> Sequence[RewardResult]:
         """See the port. Raises RewardError where the function cannot be loaded or breaks its contract."""
-        if self._journal is not None:
-            known = [result for episode in group if (result := self._journal.get(str(episode.key))) is not None]
-            if len(known) == len(group):
-                return known
+        if (known := replayed(self._journal, group)) is not None:
+            return known
         message = pickle.dumps((task, tuple(group)))
         async with self._places:
             worker = self._idle.pop() if self._idle else await self._worker()
@@ -102,7 +70,8 @@ class FunctionReward:
                 kind, content = await worker.ask(message, self._config.limit_s)
             except _LostError as lost:
                 await self._end(worker)
-                return self._recorded(group, RewardResult.failed(f"reward function {self._config.function!r} {lost}"))
+                failed = RewardResult.failed(f"reward function {self._function!r} {lost}")
+                return recorded(self._journal, group, [failed] * len(group))
             except asyncio.CancelledError:
                 await self._end(worker)
                 raise
@@ -116,14 +85,8 @@ class FunctionReward:
             await self._end(worker)
         self._idle.clear()
 
-    def _recorded(self, group: Sequence[Episode], result: RewardResult) -> Sequence[RewardResult]:
-        if self._journal is not None:
-            for episode in group:
-                self._journal.record(str(episode.key), result)
-        return [result] * len(group)
-
     async def _worker(self) -> _Worker:
-        name = self._config.function
+        name = self._function
         worker = await _Worker.started([name, self._config.params])
         self._workers.add(worker)
         try:
@@ -165,20 +128,13 @@ class _Worker:
         return await self.answer(limit_s)
 
     async def answer(self, limit_s: float) -> Answer:
-        """The next answer. Raises _LostError where none comes in time or the process has died.
-
-        Waits in slices, so that an event loop that is busy with something else uses up one of them and not the limit.
-        """
-        reading = asyncio.ensure_future(self._read())
+        """The next answer. Raises _LostError where none comes in time or the process has died."""
         try:
-            for _ in range(_SLICES):
-                if (await asyncio.wait({reading}, timeout=limit_s / _SLICES))[0]:
-                    return reading.result()
-            raise _LostError(f"gave no answer within {limit_s:g} s")
+            return await within(limit_s, self._read())
+        except TimeoutError:
+            raise _LostError(f"gave no answer within {limit_s:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise _LostError(f"lost its worker, which {self._how_it_died()}") from None
-        finally:
-            reading.cancel()
 
     async def _read(self) -> Answer:
         (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
