@@ -1,15 +1,20 @@
 """What every Reward promises."""
 
 import asyncio
+import math
 from collections.abc import Callable, Generator
 
 import pytest
+import torch
 
-from tandem.ports import Reward
+from tandem.data_proto import DataProto
+from tandem.ports import Collect, Dispatch, Reward, register
 from tandem.rewards.config import RewardConfig
 from tandem.rewards.fake import FakeReward
+from tandem.rewards.model import ModelReward
 from tandem.rewards.remote import RemoteReward
 from tandem.rewards.workers import FunctionReward
+from tandem.runtime.fake import FakeGroup
 from tandem.types import Episode, RewardResult
 from tests.rewards.episodes import group, task
 from tests.rewards.judge import judging
@@ -21,12 +26,27 @@ REWARDS: dict[str, Make] = {
     "fake": lambda _: FakeReward(),
     "function": lambda _: FunctionReward(RewardConfig(function="exact_match")),
     "remote": lambda url: RemoteReward(RewardConfig(url=url)),
+    "model": lambda _: ModelReward(FakeGroup(LastToken(right=1.0))),
 }
 FAILING: dict[str, Make] = {
     "fake": lambda _: FakeReward(lambda _: None),
     "function": lambda _: FunctionReward(RewardConfig(function="tests.rewards.user_functions:reads")),
     "remote": lambda url: RemoteReward(RewardConfig(url=url, limit_s=0.2)),
+    "model": lambda _: ModelReward(FakeGroup(LastToken(right=math.nan, wrong=math.inf))),
 }
+
+
+class LastToken:
+    """A worker whose model likes rows that end with a 4."""
+
+    def __init__(self, right: float, wrong: float = 0.0) -> None:
+        self._right, self._wrong = right, wrong
+
+    @register(Dispatch.SPLIT, Collect.CONCAT)
+    async def score(self, rows: DataProto) -> DataProto:
+        right_B = rows["tokens"][rows.lengths.cumsum(0) - 1] == ord("4")
+        scores = torch.where(right_B, self._right, self._wrong).float()
+        return DataProto.make(rows.keys, rows.lengths, row={"scores": scores})
 
 
 @pytest.fixture(scope="module")

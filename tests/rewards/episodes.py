@@ -11,7 +11,8 @@ def task(answer: Json = "4") -> Task:
 
 def episode(text: str, *, answer: Json = "4", stop: Stop = "stop", member: int = 0, env_rewards: tuple[float, ...] = ()) -> Episode:
     key = Key("train", 7, member)
-    sample = Sample(key, np.array([1, 2, 3]), np.array([False, True, True]), np.array([0, -0.5, -1]), ((PolicyRef(), 2),), stop)
+    tokens = np.array([1, 2, ord(text[0]) if text else 3])
+    sample = Sample(key, tokens, np.array([False, True, True]), np.array([0, -0.5, -1]), ((PolicyRef(), 2),), stop)
     messages = (*task(answer).messages, Message("assistant", text))
     return Episode(key, task(answer), (sample,), messages, stop, env_rewards)
 

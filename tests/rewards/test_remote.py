@@ -77,7 +77,7 @@ def test_a_judge_is_sent_all_that_it_needs(judge: Judge) -> None:
         "completion": "5",
         "stop": "stop",
         "env_rewards": [],
-        "samples": [{"tokens": [1, 2, 3], "mask": [False, True, True]}],
+        "samples": [{"tokens": [1, 2, ord("5")], "mask": [False, True, True]}],
     }
 
 

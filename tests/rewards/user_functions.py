@@ -38,7 +38,7 @@ def sees(task: Task, group: Sequence[Episode]) -> Any:
     good = (
         task.info["level"] == 1
         and group[1].key.group == group[0].key.group
-        and sample.tokens.tolist() == [1, 2, 3]
+        and sample.tokens.tolist() == [1, 2, ord("b")]
         and str(sample.policy[0][0]) == "policy@0.0"
         and sys.stdin.read() == ""
     )

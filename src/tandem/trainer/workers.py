@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tandem.algos import columns
+from tandem.algos.segments import CountedTokens, row_sum
 from tandem.checkpoint.wire import wire_hash
 from tandem.data_proto import DataProto
 from tandem.errors import EmptyBatchError
@@ -44,6 +45,16 @@ class ModelWorker:
         token = {column: found[output] for column, output in outputs.items()}
         await self._queue.write(DataProto.make(rows.keys, rows.lengths, token=token))
         return mismatch(rows[against], found["logprobs"], rows["mask"]) if against else Metrics()
+
+    @register(Dispatch.SPLIT, Collect.CONCAT)
+    async def score(self, rows: DataProto) -> DataProto:
+        """Of a reward model: row column `scores` (float32 [B]), the value at each row's last masked token.
+
+        The rows come with the call: what is scored is not in the queue yet.
+        """
+        values_N = self.engine.forward(rows, frozenset({"values"}))["values"]
+        last_N = CountedTokens(rows["mask"], rows.lengths).last()
+        return DataProto.make(rows.keys, rows.lengths, row={"scores": row_sum(values_N, last_N, rows.lengths)})
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def weights(self) -> WeightPart:
