@@ -93,6 +93,7 @@ _CONTINUES = (
     "rollout.group",
     "reference.",
     "teacher.",
+    "reward_model.",
     "critic.path",
     "process_model.path",
 )
@@ -454,7 +455,9 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
         if recipe.warmup is not None:
             phases.insert(0, warmup_phase(recipe, model, logs))
         for phase in phases:
-            console.print(f"{phase.name:<8} {phase.steps} steps of {phase.algorithm.name}: {phase.plan} -> update", markup=False)
+            first = f"{phase.ahead}, as groups complete; " if phase.ahead.stages else ""
+            steps = f"{phase.name:<8} {phase.steps} steps of {phase.algorithm.name}"
+            console.print(f"{steps}: {first}{phase.plan} -> update", markup=False)
             for role in phase.roles.all:
                 console.print(f"model    {role.describe()}", markup=False)
     for name, size in _memory(recipe, phases[-1]).items():

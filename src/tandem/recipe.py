@@ -90,7 +90,8 @@ class DatasetSection:
     """Either task, a built-in one, of which `size` different problems are taken; or path, a .jsonl or .parquet file.
 
     columns: {ours: theirs} where a file uses other names. demonstrations: solved, failed and refused problems of the
-    task instead of open ones, for supervised training.
+    task instead of open ones, for supervised training. refusal_frac: of the task's pairs, those in which the rejected
+    response is a refusal and not a mistake.
     """
 
     task: str | None = None
@@ -98,12 +99,17 @@ class DatasetSection:
     size: int = 1024
     columns: dict[str, str] = field(default_factory=dict[str, str])
     demonstrations: NoiseConfig | None = None
+    refusal_frac: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.task is None) == (self.path is None):
             raise ValueError("give one of task (a built-in one) and path (a .jsonl or .parquet file)")
         if self.path is not None and self.demonstrations is not None:
             raise ValueError("demonstrations are made for a built-in task; a file holds its own as messages")
+        if not 0 <= self.refusal_frac <= 1:
+            raise ValueError(f"refusal_frac={self.refusal_frac} is not between 0 and 1")
+        if self.path is not None and self.refusal_frac:
+            raise ValueError(f"refusal_frac={self.refusal_frac} is of a built-in task's pairs; a file holds its own")
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,17 @@ class ReferenceSection:
 @dataclass(frozen=True)
 class TeacherSection:
     """The model that is distilled. path: a Hugging Face directory with the vocabulary of the policy."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class RewardModelSection:
+    """The model whose scores are the rewards that are trained on; `reward`, where there is one, then judges held-out tasks only.
+
+    path: a Hugging Face directory with the vocabulary of the policy: a sequence classifier with one label, as algorithm
+    reward_model leaves in final/.
+    """
 
     path: Path
 
@@ -235,6 +252,7 @@ class Recipe:
     process_model: TrainedSection | None = None
     agent: AgentSection = field(default_factory=AgentSection)
     reward: RewardConfig | None = None
+    reward_model: RewardModelSection | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: NativeConfig = field(default_factory=NativeConfig)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 
+from tandem.models.hf import load_value_model, save_decoder
 from tests.e2e.runs import RECIPE, tandem, write_recipe
 
 SHORT = ("trainer.steps=1", "warmup.steps=1", "warmup.snapshot_every=0")
@@ -51,7 +52,16 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "missing model": (("model.new=null", "model.path=no/such/model"), ("no/such/model",)),
     "missing reward file": (("reward.function=no/such.py:f",), ("no/such.py",)),
     "missing reward function": (("reward.function=tandem.rewards.functions:nothing",), ("nothing",)),
-    "no reward": (("reward=null",), ("reward.function",)),
+    "no reward": (("reward=null",), ("reward.function", "reward.url", "reward_model.path")),
+    "a reward by two judges": (("reward.url=http://localhost/score",), ("function", "url")),
+    "no address of a judge": (("reward={function: null, url: 'localhost:80'}",), ("reward", "url='localhost:80'", "http://")),
+    "a judge that is down": (
+        ("reward={function: null, url: 'http://127.0.0.1:1/score'}",),
+        ("reward url http://127.0.0.1:1/score cannot be reached", "start the judge"),
+    ),
+    "a try of a function": (("reward.try_limit_s=1.0",), ("try_limit_s=1.0", "url")),
+    "a reward model that is not there": (("reward_model.path=no/such",), ("no/such",)),
+    "refusals where there are no pairs": (("data.train.refusal_frac=0.5",), ("refusal_frac=0.5", "pairs")),
     "context beyond the model's": (("engine.max_context=65",), ("65", "64")),
     "prompt longer than the context": (("engine.max_context=6", "warmup=null"), ("6", "max_context")),
     "demonstration longer than the context": (("engine.max_context=8",), ("tokens", "8")),
@@ -313,3 +323,17 @@ def test_a_copy_of_the_policy_cannot_join_a_run_that_has_begun(
     )
     assert "reference would be a copy of the policy as the run began" in complaint(capsys)
     assert (begun / "config.yaml").read_text() == config
+
+
+def test_a_reward_model_that_cannot_be(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that scores nothing, one with other tokens than the policy's, and one where parts of a reward are credited."""
+    model, scorer = finished / "final", tmp_path / "scorer"
+    assert train(tmp_path, f"reward_model.path={model}") == 2
+    assert f"reward_model.path={model} holds no reward model but one of language" in complaint(capsys)
+    shutil.copytree(model, scorer)
+    save_decoder(load_value_model(model), scorer)
+    other = ("data.train.task=sorting", "data.heldout.task=sorting", "warmup=null", "agent={name: single_turn, env: null}")
+    assert train(tmp_path, f"reward_model.path={scorer}", *other) == 2
+    assert f"reward_model.path={scorer} has another vocabulary than the policy" in complaint(capsys)
+    assert train(tmp_path, f"reward_model.path={scorer}", "algorithm=gdpo", "reward.components=[right]") == 2
+    assert "reward_model is set, and gdpo with its parameters reads no rewards" in complaint(capsys)

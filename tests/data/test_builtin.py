@@ -137,6 +137,14 @@ def test_a_pair_is_a_solution_and_a_mistake_for_a_problem_of_the_split(kind: typ
         assert prompts[0] != prompts[1]
 
 
+def test_a_share_of_rejected_responses_are_refusals_and_the_rest_as_without() -> None:
+    plain, mixed = Pairs(Calculator, "train", size=400), Pairs(Calculator, "train", size=400, refusal_frac=0.25)
+    refused = [mixed[i].rejected == (Message("assistant", REFUSAL),) for i in range(400)]
+    assert sum(refused) / 400 == pytest.approx(0.25, abs=0.08)
+    assert all(mixed[i] == plain[i] for i in range(400) if not refused[i])
+    assert all(mixed[i].chosen == plain[i].chosen for i in range(400))
+
+
 def test_sizes_and_shares_that_cannot_be_are_refused() -> None:
     with pytest.raises(DataError, match="arithmetic/train is empty: size is 0"):
         TaskSet(Arithmetic, "train", size=0)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 
 from tandem.data_proto import DataProto
@@ -104,7 +103,6 @@ def test_groups_that_wait_are_scored_in_one_call() -> None:
         assert [values(results) for results in await asyncio.gather(*calls)] == [[97, 98]] * 5
         sizes = [len(rows.keys) for _, (rows,) in workers.calls if isinstance(rows, DataProto)]
         assert sizes == [10]
-        assert (reward._waiting, reward._scores) == ({}, {})
         slow.going_on.clear()
         first = asyncio.ensure_future(reward(task(), of(5, "a")))
         await asyncio.sleep(0.01)
@@ -117,21 +115,35 @@ def test_groups_that_wait_are_scored_in_one_call() -> None:
     asyncio.run(scenario())
 
 
-def test_a_cancelled_call_and_one_that_fails_leave_nothing_behind() -> None:
+def test_a_cancelled_call_takes_nothing_from_the_others_and_one_that_fails_fails_for_all() -> None:
     async def scenario() -> None:
         slow = Slow()
         reward = ModelReward(FakeGroup(slow))
-        first, second = (asyncio.ensure_future(reward(task(), of(ordinal, "a"))) for ordinal in range(2))
+        first, second, third = (asyncio.ensure_future(reward(task(), of(ordinal, text))) for ordinal, text in enumerate("abc"))
         await asyncio.sleep(0.01)
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
         slow.going_on.set()
-        assert values(await first) == [97]
-        assert (reward._waiting, reward._scores) == ({}, {})
+        assert values(await first) + values(await third) == [97, 99]
         slow.error = WorkerError("rank 0 was killed by SIGKILL")
-        with pytest.raises(WorkerError, match="SIGKILL"):
-            await reward(task(), of(2, "a"))
-        assert (reward._waiting, reward._scores) == ({}, {})
+        lost = await asyncio.gather(*(reward(task(), of(ordinal, "a")) for ordinal in range(2)), return_exceptions=True)
+        assert lost == [slow.error] * 2
+        slow.error = None
+        assert values(await reward(task(), of(3, "a"))) == [97]
+        await reward.close()
+
+    asyncio.run(scenario())
+
+
+def test_closing_ends_a_call_that_is_running() -> None:
+    async def scenario() -> None:
+        reward = ModelReward(FakeGroup(Slow()))
+        calls = [asyncio.ensure_future(reward(task(), of(ordinal, "a"))) for ordinal in range(2)]
+        await asyncio.sleep(0.01)
+        await reward.close()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert [call.cancelled() for call in calls] == [True, True]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(scenario())
 

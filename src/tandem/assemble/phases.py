@@ -22,6 +22,7 @@ from tandem.models.values import ValueModel, value_model_on
 from tandem.ports import CheckpointEngine, WorkerGroup
 from tandem.queue.memory import MemoryQueue
 from tandem.recipe import DatasetSection, Recipe
+from tandem.rewards.model import ModelReward
 from tandem.rollout.native import NativeEngine
 from tandem.rollout.weights import copy_shards
 from tandem.train.config import TrainConfig
@@ -30,7 +31,7 @@ from tandem.trainer.dataset import Comparisons, DatasetSource, Demonstrations
 from tandem.trainer.heldout import HeldOutLoss
 from tandem.trainer.kl_control import KLControls
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner
-from tandem.trainer.plan import BatchStage, Plan, plan
+from tandem.trainer.plan import NOTHING, BatchStage, Plan, plan
 from tandem.trainer.sampler import seed_of
 from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutSource
@@ -44,7 +45,7 @@ class Phase:
 
     model: what it trains, with the text side; it is called the policy, even where it gives values, and its versions count the
     steps. roles: the models beside it. kl: its adaptive KL coefficients. heldout: the objective on held-out tasks, where it is
-    one of a dataset and there are such tasks.
+    one of a dataset and there are such tasks. ahead: the stages that the source runs as groups complete; plan: all others.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Phase:
     checkpoint: CheckpointEngine
     engines: tuple[NativeEngine, ...]
     heldout: HeldOutLoss | None = None
+    ahead: Plan = NOTHING
 
     @property
     def copies_policy(self) -> bool:
@@ -155,10 +157,11 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
     base = base_stages(recipe, chosen, policy)
     known = (*credit, *of_policy, resample, *derived, *kl.stages(queue), *base, *roles.stages)
     planned = _planned(chosen.needs | roles.needs, RolloutSource.columns, known, chosen)
+    ahead, rest = (NOTHING, planned) if workers.shared else planned.split()  # in one process nothing would overlap
     source = RolloutSource(
         dataset=build_dataset(recipe.data.train, "train", seed_of(recipe.seed, "tasks")),
         agent=rollout.agent,
-        reward=rollout.reward,
+        reward=rollout.reward if roles.judge is None else ModelReward(roles.judge.workers),
         make_llm=rollout.make_llm,
         params=recipe.sampling,
         queue=queue,
@@ -169,6 +172,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
         seed=recipe.seed,
         policy=PolicyRef(),
         reads=planned.reads,
+        ahead=ahead,
         components=_components(recipe, chosen, planned),
     )
     return Phase(
@@ -177,7 +181,8 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
         model=model,
         algorithm=chosen,
         source=source,
-        plan=planned,
+        ahead=ahead,
+        plan=rest,
         learner=MinibatchLearner(roles.learners(policy, chosen), recipe.learner, seed=recipe.seed),
         policy=policy,
         roles=roles,
@@ -223,7 +228,8 @@ def _check_batch(recipe: Recipe, chosen: Algorithm) -> None:
 
 def _components(recipe: Recipe, chosen: Algorithm, planned: Plan) -> tuple[str, ...]:
     """The declared parts of a reward. Raises ConfigError where the recipe and the algorithm do not agree on rewards."""
-    names, weights = recipe.reward.components if recipe.reward is not None else (), chosen.params.get("reward_weights")
+    judge, weights = recipe.reward if recipe.reward_model is None else None, chosen.params.get("reward_weights")
+    names = judge.components if judge is not None else ()
     if "reward_components" in planned.reads:
         if not names:
             raise ConfigError(

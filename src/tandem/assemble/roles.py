@@ -15,12 +15,12 @@ from tandem.algos.columns import AGGREGATION, reads, unit_of
 from tandem.algos.table import configure
 from tandem.assemble.model import Model, check_fit
 from tandem.assemble.workers import Blueprint, Job, Workers
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, ModelError
 from tandem.models.decoder import Decoder
-from tandem.models.hf import check_weights, read_config
+from tandem.models.hf import check_weights, has_value_head, read_config
 from tandem.models.values import ValueModel
 from tandem.ports import WorkerGroup
-from tandem.recipe import Recipe, ReferenceSection, TeacherSection, TrainedSection
+from tandem.recipe import Recipe, ReferenceSection, RewardModelSection, TeacherSection, TrainedSection
 from tandem.text.tokenizer import load_tokenizer
 from tandem.train.config import TrainConfig
 from tandem.trainer import stages
@@ -33,12 +33,14 @@ from tandem.types import Algorithm
 @dataclass(frozen=True)
 class Kind:
     """What a role is for. outputs: its columns, and the output of its engine that each is. objective: the row that it is
-    trained for; None: it is frozen. model: what holds its weights.
+    trained for; None: it is frozen. model: what holds its weights. judges: it gives its column as a reward, of episodes as they
+    end, and is there if its section is.
     """
 
     outputs: Mapping[str, str]
     objective: str | None = None
     model: type[Decoder] = Decoder
+    judges: bool = False
 
 
 KINDS: Mapping[str, Kind] = {
@@ -46,6 +48,7 @@ KINDS: Mapping[str, Kind] = {
     "process_model": Kind({"prm_logprobs": "logprobs"}, "implicit_prm"),
     "reference": Kind({"ref_logprobs": "logprobs"}),
     "teacher": Kind({"teacher_logprobs": "logprobs", "teacher_topk_ids": "top_ids", "teacher_topk_logprobs": "top_logprobs"}),
+    "reward_model": Kind({"rewards": "values"}, model=ValueModel, judges=True),
 }
 """By the name of their section in a recipe; those that are trained come first, since what they learn from may need another."""
 
@@ -76,7 +79,7 @@ class Role:
 
     @property
     def stage(self) -> BatchStage:
-        weights = "current" if self.objective else "frozen"
+        weights = "current" if self.objective or self.reset_every else "frozen"  # a reset must not come after its stage
         return stages.model_outputs(self.name, self.workers, self.outputs, weights, top=self.top)
 
 
@@ -88,7 +91,12 @@ class Roles:
 
     @property
     def stages(self) -> list[BatchStage]:
-        return [role.stage for role in self.all]
+        return [role.stage for role in self.all if not KINDS[role.name].judges]
+
+    @property
+    def judge(self) -> Role | None:
+        """The one whose scores are the rewards."""
+        return next((role for role in self.all if KINDS[role.name].judges), None)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -208,7 +216,7 @@ def _used(recipe: Recipe, algorithm: Algorithm) -> list[tuple[str, Mapping[str, 
     wanted, found = reads(algorithm), list[tuple[str, Mapping[str, str], Algorithm | None]]()
     for name, kind in KINDS.items():
         outputs = {column: output for column, output in kind.outputs.items() if column in wanted}
-        if not outputs:
+        if not outputs or (kind.judges and _section(recipe, name) is None):
             continue
         objective = _objective(recipe, name, kind.objective, algorithm) if kind.objective is not None else None
         if objective is not None:
@@ -234,12 +242,13 @@ def _objective(recipe: Recipe, name: str, row_name: str, algorithm: Algorithm) -
     return replace(row, params={**row.params, **shared, "resampling": algorithm.params.get("resampling")})
 
 
-def _section(recipe: Recipe, name: str) -> ReferenceSection | TeacherSection | TrainedSection | None:
+def _section(recipe: Recipe, name: str) -> ReferenceSection | TeacherSection | RewardModelSection | TrainedSection | None:
     return {
         "critic": recipe.critic,
         "process_model": recipe.process_model,
         "reference": recipe.reference,
         "teacher": recipe.teacher,
+        "reward_model": recipe.reward_model,
     }[name]
 
 
@@ -259,5 +268,7 @@ def _checked(name: str, path: Path, recipe: Recipe, model: Model) -> Blueprint:
         )
     own = Blueprint(KINDS[name].model, read_config(path), model.decoder.dtype)
     check_weights(own.outline(), path)
+    if KINDS[name].judges and not has_value_head(path):
+        raise ModelError(f"{name}.path={path} holds no reward model but one of language, without a head that scores")
     check_fit(own.config, model.tokenizer, recipe, f"{name}.path={path}")
     return own

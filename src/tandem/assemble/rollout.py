@@ -13,9 +13,11 @@ from tandem.algos.table import configure
 from tandem.assemble.model import Model
 from tandem.checkpoint.journal import Journal
 from tandem.errors import ConfigError, RegistryError
-from tandem.ports import LLM, AgentLoop, Env
+from tandem.ports import LLM, AgentLoop, Env, Reward
 from tandem.recipe import AgentSection, Recipe
 from tandem.registry import resolve
+from tandem.rewards.config import RewardConfig
+from tandem.rewards.remote import RemoteReward
 from tandem.rewards.workers import FunctionReward
 from tandem.rollout.native import NativeEngine
 from tandem.rollout.session import Session
@@ -38,7 +40,8 @@ def build_agent(section: AgentSection) -> AgentLoop:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The generating side, shared by training and evaluation, with a reward for each; without one where nothing is judged.
+    """The generating side, shared by training and evaluation, with a reward for each; without one where nothing is judged, or,
+    in training, a reward model judges.
 
     A judgement of training that depended on a clock is journalled, so that a resumed run repeats it.
     """
@@ -46,26 +49,33 @@ class Rollout:
     engine: NativeEngine
     agent: AgentLoop
     make_llm: MakeLLM
-    reward: FunctionReward | None
-    eval_reward: FunctionReward | None
+    reward: Reward | None
+    eval_reward: Reward | None
+
+
+def _reward(config: RewardConfig, journal: Journal | None = None) -> FunctionReward | RemoteReward:
+    return FunctionReward(config, journal) if config.url is None else RemoteReward(config, journal)
 
 
 @asynccontextmanager
 async def open_rollout(recipe: Recipe, model: Model, journal: Journal | None = None) -> AsyncGenerator[Rollout]:
     """Starts what generates and judges, and ends all of it. Raises RewardError for a reward that cannot be loaded."""
     chosen = configure(recipe.algorithm.name, recipe.algorithm.params)
-    if recipe.reward is None and "rewards" in reads(chosen):
-        raise ConfigError(f"algorithm {chosen.name} needs a reward: name one, e.g. reward.function=exact_match")
+    if recipe.reward is None and recipe.reward_model is None and "rewards" in reads(chosen):
+        raise ConfigError(
+            f"algorithm {chosen.name} needs a reward: name one, e.g. reward.function=exact_match, reward.url=http://... or "
+            f"reward_model.path=..."
+        )
     engine = NativeEngine(model.decoder, model.renderer.text, recipe.engine, exact=model.probed.exact)
-    reward = FunctionReward(recipe.reward, journal=journal) if recipe.reward is not None else None
-    eval_reward = FunctionReward(recipe.reward) if recipe.reward is not None else None
+    reward = _reward(recipe.reward, journal) if recipe.reward is not None and recipe.reward_model is None else None
+    eval_reward = _reward(recipe.reward) if recipe.reward is not None else None
 
     def make_llm(key: Key, seed: int, params: SamplingParams) -> LLM:
         return Session(engine, model.renderer, key, params, seed=seed, max_context=recipe.engine.max_context)
 
     try:
-        if reward is not None:
-            await reward.start()
+        if (first := reward or eval_reward) is not None:
+            await first.start()
         yield Rollout(engine, build_agent(recipe.agent), make_llm, reward, eval_reward)
     finally:
         await engine.close()

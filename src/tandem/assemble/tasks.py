@@ -32,7 +32,9 @@ def build_dataset(section: DatasetSection, split: Split, seed: int, form: Form =
     if form == "pairs":
         if section.demonstrations is not None:
             raise ConfigError(f"data asks for demonstrations of {section.task}, and pairs are compared: leave demonstrations out")
-        return Pairs(kind, split, seed=seed, size=section.size)
+        return Pairs(kind, split, seed=seed, size=section.size, refusal_frac=section.refusal_frac)
+    if section.refusal_frac:
+        raise ConfigError(f"data has refusal_frac={section.refusal_frac}, which is of pairs, and here are none: leave it out")
     if section.demonstrations is not None or form == "demonstrations":
         noise = section.demonstrations or NoiseConfig(bad_frac=0.0)
         return Demonstrations(kind, split, seed=seed, size=section.size, noise=noise)

@@ -132,12 +132,16 @@ class Demonstrations:
 
 
 class Pairs:
-    """`size` problems of one split, each with its solution and a mistake, repeats allowed. Implements the Dataset port."""
+    """`size` problems of one split, each with its solution and a mistake, repeats allowed. Implements the Dataset port.
 
-    def __init__(self, kind: type[Problem], split: Split, *, seed: int = 0, size: int) -> None:
+    refusal_frac: of the mistakes, how many are a refusal.
+    """
+
+    def __init__(self, kind: type[Problem], split: Split, *, seed: int = 0, size: int, refusal_frac: float = 0.0) -> None:
         if size < 1:
             raise DataError(f"the pairs of {kind.name} are empty: size is {size} and must be at least 1")
         self.name = f"{kind.name}/{split}/pairs"
+        self._refusal_frac = refusal_frac
         self._kind = kind
         self._split: Split = split
         self._seed = seed
@@ -149,7 +153,10 @@ class Pairs:
     def __getitem__(self, index: int) -> Task:
         i = range(self._size)[index]
         problem = next(_draws(self._kind, self._split, f"pairs:{self._seed}", i))
-        rejected = problem.mistake(_random(f"mistakes:{self._seed}", self._kind, self._split, i))
+        rng = _random(f"mistakes:{self._seed}", self._kind, self._split, i)
+        rejected = problem.mistake(rng)
+        if rng.random() < self._refusal_frac:
+            rejected = (Message("assistant", REFUSAL),)
         prompt = (Message("user", problem.prompt),)
         return Task(
             f"{self.name}/{self._seed}/{i}", prompt, problem.answer, self._kind.name, chosen=problem.solution(), rejected=rejected

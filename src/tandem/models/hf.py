@@ -94,6 +94,11 @@ def check_weights(decoder: LanguageModel, path: Path) -> None:
         raise ModelError(f"{path} does not hold the tensors that its {CONFIG} describes:\n  " + "\n  ".join(sorted(problems)))
 
 
+def has_value_head(path: Path) -> bool:
+    """Whether the directory `path` holds a model that gives values, and not one of language alone."""
+    return VALUE_HEAD in _weight_files(path)
+
+
 def read_weights(decoder: LanguageModel, path: Path) -> Iterator[tuple[str, Any]]:
     """Each weight of `decoder` that is in the directory `path`, as something to take a block of: `block[0:2]`, `block[...]`.
 

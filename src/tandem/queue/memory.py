@@ -1,6 +1,7 @@
 """The TransferQueue of one process: rows stay where they are, and the calls hand out references to them.
 
-Waiting is pushed, not polled: whoever changes the queue wakes those who wait. Acknowledged rows are let go at once,
+Waiting is pushed, not polled: whoever changes the queue wakes those who wait. A call that need not wait gives way to no other
+task. Acknowledged rows are let go at once,
 since a save holds whole rows and does not need the queue to keep them; `commit` therefore has nothing to do. It does
 not outlive its process except through `save`, which the snapshot store makes atomic.
 """
@@ -8,8 +9,7 @@ not outlive its process except through `save`, which the snapshot store makes at
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -48,24 +48,24 @@ class MemoryQueue:
     def __init__(self, config: MemoryQueueConfig | None = None, *, empty: Empty | None = None) -> None:
         self._config = config or MemoryQueueConfig()
         self._ledger = Ledger(empty)
-        self._changed = asyncio.Condition()
+        self._next_change = asyncio.Event()
         self._last_change_s = 0.0
 
     async def reserve(self, group: GroupKey, n: int) -> None:
         def room() -> bool | None:
             return True if self._ledger.num_groups < self._config.max_groups else None
 
-        async with self._changing():
-            await self._wait(room, lambda: f"group {group} waits for room in the queue (max_groups {self._config.max_groups})")
-            self._ledger.reserve(group, n)
+        await self._wait(room, lambda: f"group {group} waits for room in the queue (max_groups {self._config.max_groups})")
+        self._ledger.reserve(group, n)
+        self._changed()
 
     async def put(self, rows: DataProto) -> None:
-        async with self._changing():
-            self._ledger.put(rows)
+        self._ledger.put(rows)
+        self._changed()
 
     async def write(self, rows: DataProto) -> None:
-        async with self._changing():
-            self._ledger.write(rows)
+        self._ledger.write(rows)
+        self._changed()
 
     async def take(
         self, consumer: Consumer, columns: frozenset[str], n: int, *, window: int = 0, lacking: frozenset[str] = frozenset()
@@ -87,46 +87,44 @@ class MemoryQueue:
                 wanted = f"whole groups that lack {' or '.join(sorted(lacking))}"
             return f"consumer {consumer.name!r} (incarnation {consumer.incarnation}) waits for {wanted}"
 
-        async with self._changing():
-            return await self._wait(lease, who, columns)
+        found = await self._wait(lease, who, columns)
+        self._changed()
+        return found
 
     async def release(self, lease: Lease) -> None:
-        async with self._changing():
-            self._ledger.release(lease)
+        self._ledger.release(lease)
+        self._changed()
 
     async def get(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
         return self._ledger.get(keys, columns)
 
     async def ack(self, lease: Lease) -> None:
-        async with self._changing():
-            self._ledger.ack(lease)
+        self._ledger.ack(lease)
+        self._changed()
 
     async def drop(self, places: Collection[Key], reason: str) -> None:
-        async with self._changing():
-            self._ledger.drop(places, reason)
+        self._ledger.drop(places, reason)
+        self._changed()
 
     async def save(self, directory: Path) -> None:
         """Blocks while it writes, and gives way to no other task between the write and its return."""
-        async with self._changed:
-            self._ledger.save(directory)
+        self._ledger.save(directory)
 
     async def commit(self, snapshot: str) -> None:
         """Nothing to let go: see the module's docstring."""
 
     async def restore(self, snapshot: str, directory: Path) -> None:
-        async with self._changing():
-            self._ledger.restore(directory)
+        self._ledger.restore(directory)
+        self._changed()
 
     def metrics(self) -> Metrics:
         return self._ledger.metrics()
 
-    @asynccontextmanager
-    async def _changing(self) -> AsyncGenerator[None]:
-        """Around a call that changes the queue: alone while it runs, and everybody who waits looks again after it."""
-        async with self._changed:
-            yield
-            self._last_change_s = asyncio.get_running_loop().time()
-            self._changed.notify_all()
+    def _changed(self) -> None:
+        """Everybody who waits looks again, once, however often it changes before they do."""
+        self._last_change_s = asyncio.get_running_loop().time()
+        self._next_change.set()
+        self._next_change = asyncio.Event()
 
     async def _wait(self, look: Callable[[], T | None], who: Callable[[], str], columns: frozenset[str] = frozenset()) -> T:
         """Until `look` finds something. Raises StalledError after `stall_limit_s` in which nothing changed."""
@@ -141,7 +139,7 @@ class MemoryQueue:
                 )
             try:
                 async with asyncio.timeout(left_s):
-                    await self._changed.wait()
+                    await self._next_change.wait()
             except TimeoutError:
                 continue
         return found

@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Protocol, cast
 
 from tandem.data_proto import DataProto
@@ -38,36 +37,33 @@ class ModelReward:
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
-        self._turn = asyncio.Lock()
-        self._number = count()  # of rows: two calls may be about the same episode
-        self._waiting: dict[Key, Sample] = {}
-        self._scores: dict[Key, float] = {}  # of those that are scored and not fetched
+        self._free = asyncio.Lock()
+        self._waiting: list[Sample] = []
+        self._calls: list[asyncio.Task[list[float]]] = []  # the last one takes who is waiting, unless it has begun
 
     async def __call__(self, task: Task, group: Sequence[Episode]) -> Sequence[RewardResult]:
         del task
-        keys = [Key("score", next(self._number)) for _ in group]
-        samples = {key: replace(episode.samples[-1], key=key) for key, episode in zip(keys, group, strict=True)}
-        self._waiting |= samples
-        try:
-            async with self._turn:
-                await asyncio.sleep(0)  # groups that ended in the same step of an engine come before this goes on
-                if samples.keys() & self._waiting.keys():
-                    await self._score()
-            return [_result(self._scores[key], sample) for key, sample in samples.items()]
-        finally:
-            for key in samples:
-                self._waiting.pop(key, None)
-                self._scores.pop(key, None)
+        if not self._waiting:
+            self._calls.append(asyncio.create_task(self._score(), name="reward model"))
+        call, first = self._calls[-1], len(self._waiting)
+        samples = [episode.samples[-1] for episode in group]
+        self._waiting += samples
+        scores = await asyncio.shield(call)  # others wait for it too
+        return [_result(score, sample) for score, sample in zip(scores[first:], samples, strict=False)]
 
     async def close(self) -> None:
-        """Nothing: see the class."""
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
 
-    async def _score(self) -> None:
-        """All that are waiting now; those that nobody waits for any more when the scores come are left out."""
-        rows = DataProto.from_samples(list(self._waiting.values())).only(_READ)
-        found = await self._workers.call(ScoreWorker.score, rows)
-        scores = zip(found.keys, cast("list[float]", found["scores"].tolist()), strict=True)
-        self._scores |= {key: score for key, score in scores if self._waiting.pop(key, None) is not None}
+    async def _score(self) -> list[float]:
+        """Of all that are waiting when the workers are free, in order."""
+        async with self._free:
+            samples, self._waiting = self._waiting, []
+            self._calls = self._calls[-1:]
+            numbered = [replace(sample, key=Key("score", i)) for i, sample in enumerate(samples)]  # an episode may come twice
+            found = await self._workers.call(ScoreWorker.score, DataProto.from_samples(numbered).only(_READ))
+            return cast("list[float]", found["scores"].tolist())
 
 
 def _result(score: float, sample: Sample) -> RewardResult:
