@@ -49,7 +49,7 @@ def test_a_reset_makes_the_role_the_policy_whose_next_step_is_that_of_a_new_opti
 def test_a_critic_learns_from_the_episodes_that_are_drawn_for_the_policy(name: str, drawn: set[str]) -> None:
     jobs: list[Job] = []
     workers = SimpleNamespace(group=lambda model, job: jobs.append(job))
-    sections = SimpleNamespace(critic=None, process_model=None, reference=None, teacher=None)
+    sections = SimpleNamespace(critic=None, process_model=None, reference=None, teacher=None, reward_model=None)
     build_roles(sections, SimpleNamespace(decoder=tiny_decoder()), configure(name), workers, updates=1)  # type: ignore[arg-type]
     (critic,) = jobs
     assert critic.objective is not None
