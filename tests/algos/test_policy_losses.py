@@ -248,6 +248,27 @@ def test_a_gate_opens_on_its_bound_and_caps_the_ratio(name: str) -> None:
         assert run([-1.0, 2.0], wide[0], narrow[1], sides="both")[2] == 0.5
 
 
+@pytest.mark.parametrize(("bound", "advantage", "x", "o"), [("clip_high", 1.0, 0.0, -0.5), ("clip_low", -1.0, -0.5, 0.0)])
+def test_a_token_on_the_bound_of_the_gate_is_near(bound: str, advantage: float, x: float, o: float) -> None:
+    x_N, o_N, advantages = (torch.tensor([value], dtype=torch.float64) for value in (x, o, advantage))
+    not_p, not_q = -x_N.expm1(), -o_N.expm1()
+    size = float((1 - not_q) * (o_N - x_N) + not_q * ((not_q + 1e-8) / (not_p + 1e-8)).log())
+    given = LossInputs(x_N, torch.tensor([True]), torch.tensor([1]), {"old_logprobs": o_N, "advantages": advantages})
+    for value, closed in ((size, 0), (math.nextafter(size, 0), 1)):
+        found = policy_losses.dppo_kl(given, **{"clip_low": 0.0, "clip_high": 0.0, bound: value})
+        assert found.metrics["clip_fraction"].value == closed
+
+
+def test_what_is_left_beside_a_certain_token_has_a_floor_too() -> None:
+    """Of q = 1 - 1e-8, so that 1e-8 more or less beside 1 - q changes the divergence in the ninth place."""
+    old, x = math.log1p(-1e-8), math.log(0.5)
+    size = (1 - 1e-8) * (old - x) + 1e-8 * math.log(2e-8 / (0.5 + 1e-8))
+    columns = {name: torch.tensor([each], dtype=torch.float64) for name, each in (("old_logprobs", old), ("advantages", -1.0))}
+    given = LossInputs(torch.tensor([x], dtype=torch.float64), torch.tensor([True]), torch.tensor([1]), columns)
+    for bound, closed in ((size - 1e-9, 1), (size + 1e-9, 0)):
+        assert policy_losses.dppo_kl(given, clip_low=bound, clip_high=0.0).metrics["clip_fraction"].value == closed
+
+
 @pytest.mark.parametrize(("p", "q"), [(0.6, 0.2), (1 - 1e-9, 0.5), (0.5, 1 - 1e-9)])
 def test_the_divergence_of_the_gate(p: float, q: float) -> None:
     """KL(q, p) with 1e-8 beside what is left, so that a certain token has a finite one; known to 1e-9 of itself."""

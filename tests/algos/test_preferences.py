@@ -240,6 +240,7 @@ def test_how_well_an_implicit_reward_tells_right_from_wrong() -> None:
     pairs, signs = implicit_reward_accuracy(sums, correct, groups)
     assert pairs.item() == pytest.approx((4 * 0.75 + 2 * 0.0) / 6)
     assert signs.item() == pytest.approx(4 / 7)
+    assert pairs.dtype == signs.dtype == torch.float64
     nothing, _ = implicit_reward_accuracy(sums, torch.ones(7), groups)
     assert nothing.isnan()
     equal, absolute = implicit_reward_accuracy(torch.zeros(2), torch.tensor([1, 0]), torch.tensor([1, 1]))

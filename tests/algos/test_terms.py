@@ -12,7 +12,7 @@ from tandem.algos.policy_losses import cispo, ppo_clip, reinforce
 from tandem.algos.preferences import preference_term
 from tandem.algos.sequence_losses import sequence_clip
 from tandem.algos.terms import LossInputs, TokenLoss, masked_mean, scope_of, whole_groups, whole_rows
-from tandem.errors import ColumnError, ConfigError
+from tandem.errors import ColumnError, ConfigError, NonFiniteError
 from tandem.types import Metrics
 
 MASK, LENGTHS = torch.tensor([True, False, True]), torch.tensor([2, 1])
@@ -51,6 +51,20 @@ def test_what_a_loss_is_given() -> None:
             read("values")
     terms = TokenLoss({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([0.5, -2.0])}, Metrics())
     assert terms.loss.tolist() == [1.5, 0.0]
+
+
+def test_a_bad_number_of_a_row_is_found_by_the_rows_key() -> None:
+    inputs = LossInputs(None, MASK, LENGTHS, {"rewards": torch.tensor([1.0, math.nan])}, keys=("first", "second"))
+    with pytest.raises(NonFiniteError, match="column 'rewards' is nan at row second"):
+        inputs.of_rows("rewards")
+
+
+def test_what_has_been_read_is_no_part_of_what_a_loss_is_given() -> None:
+    inputs = LossInputs(None, MASK, LENGTHS, {"advantages": torch.ones(3)})
+    assert inputs.token("advantages") is inputs.token("advantages")
+    assert "_kept" not in repr(inputs)
+    with pytest.raises(TypeError, match="_kept"):
+        LossInputs(None, MASK, LENGTHS, {}, _kept={})  # type: ignore[call-arg]
 
 
 def test_marks_say_how_much_stays_together() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.algos.terms import TokenLoss
-from tandem.algos.values import explained_variance, value_loss
+from tandem.algos.terms import LossInputs, TokenLoss
+from tandem.algos.values import explained_variance, value_loss, value_term
+from tandem.types import Metric
 
 VALUES, OLD, RETURNS = (torch.tensor(each) for each in ([1.0, 3.0, -2.0, 0.0], [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.5]))
 MASK = torch.tensor([True, True, True, False])
@@ -73,4 +74,25 @@ def test_explained_variance_is_one_for_the_returns_and_zero_for_their_mean() -> 
     assert explained_variance(-returns, returns, mask).value == pytest.approx(-3)
     rounded = torch.tensor([0.5, 0.5 + 1e-7, 0.5, 0.5, 0.0])
     for nothing in (explained_variance(returns, rounded, mask), explained_variance(returns, returns, mask & False)):
-        assert nothing.count == 0
+        assert nothing == Metric(0.0, 0.0)
+
+
+def test_explained_variance_of_returns_that_vary_little() -> None:
+    """In float64, since a variance of 1e-2 around 1e6 is nothing in float32; below 1e-10 it is rounding."""
+    returns, mask = 1e6 + torch.tensor([0.0, 0.0625, 0.125, 0.25]), torch.ones(4, dtype=torch.bool)
+    assert explained_variance(torch.full((4,), 1e6), returns, mask).value == pytest.approx(0, abs=1e-9)
+    for size, count in ((1.2e-5, 1.0), (0.9e-5, 0.0)):
+        assert explained_variance(torch.zeros(2), torch.tensor([size, -size]), mask[:2]).count == count
+
+
+def test_the_term_of_a_critic_is_the_loss_of_its_columns() -> None:
+    columns = {"values": OLD + 0.25, "returns": RETURNS}
+    for clip in (0.5, 0.1, None):
+        leaf = VALUES.clone().requires_grad_()
+        inputs = LossInputs(None, MASK, torch.tensor([4]), columns, values=leaf)
+        found = value_term(inputs, value_clip=clip, value_scale=0.75)
+        want = value_loss(VALUES, OLD + 0.25, RETURNS, MASK, value_clip=clip, value_scale=0.75)
+        assert torch.equal(found.loss, want.loss)
+        assert found.metrics == want.metrics
+        (slope,) = torch.autograd.grad(found.loss.sum(), leaf)
+        assert bool((slope[MASK] != 0).any())
