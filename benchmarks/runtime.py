@@ -26,7 +26,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
 from tandem.data_proto import DataProto
@@ -34,12 +33,9 @@ from tandem.device import Hardware
 from tandem.ports import Collect, Consumer, Dispatch, TransferQueue, WorkerGroup, register
 from tandem.queue.memory import MemoryQueue
 from tandem.runtime.inline import InlineGroup
-from tandem.runtime.objects import packed
 from tandem.runtime.placement import Rank, ResourcePool, place
 from tandem.runtime.process import Processes
 from tandem.runtime.queue_service import QueueServer, shared
-from tandem.runtime.ray import RayCluster
-from tandem.runtime.ray_queue import RayQueueServer
 from tandem.types import BatchRef, GroupKey, Key, Metrics
 
 ROWS, GROUP, COLUMNS, TOTAL_BYTES = 256, 8, 4, 64 << 20
@@ -124,8 +120,8 @@ async def processes(queue: MemoryQueue) -> AsyncGenerator[WorkerGroup]:
 @asynccontextmanager
 async def actors(queue: MemoryQueue) -> AsyncGenerator[WorkerGroup]:
     with tempfile.TemporaryDirectory() as logs:
-        runtime = RayCluster([POOL], Path(logs))
-        server = RayQueueServer(queue, runtime)
+        runtime = import_module("tandem.runtime.ray").RayCluster([POOL], Path(logs))
+        server = import_module("tandem.runtime.ray_queue").RayQueueServer(queue, runtime)
         group = runtime.group("worker", "pool", FACTORY, server.client())
         async with server, runtime:
             yield group
@@ -155,14 +151,15 @@ def verl_group() -> Any:
             return data
 
     pool = on_ray.RayResourcePool(process_on_nodes=[POOL.ranks], use_gpu=False)
-    return on_ray.RayWorkerGroup(pool, on_ray.RayClassWithInitArgs(ray.remote(Same)))
+    return on_ray.RayWorkerGroup(pool, on_ray.RayClassWithInitArgs(import_module("ray").remote(Same)))
 
 
 async def handing(report: dict[str, float]) -> None:
+    ray = import_module("ray")  # not above, where each worker process would import it too
     ordinals = count()
     rows = batch(ordinals)
     targets = {name: torch.ones_like(column) for name, column in rows.batch.items()}
-    value = packed(rows)
+    value = [column.numpy() for column in rows.batch.values()]
     theirs = verl_group()
     tables = import_module("verl").DataProto.from_dict({name: column.view(ROWS, -1) for name, column in rows.batch.items()})
 
@@ -176,7 +173,7 @@ async def handing(report: dict[str, float]) -> None:
     async def verl() -> None:
         assert len(theirs.same(tables)) == ROWS
 
-    local, remote = MemoryQueue(empty=shared), MemoryQueue()
+    local, remote = MemoryQueue(join=shared), MemoryQueue(join=import_module("tandem.runtime.objects").shared)
     ref = rows.ref()
     best: Times = {}
     async with processes(local) as group, actors(remote) as far_group:
@@ -216,6 +213,7 @@ def main() -> int:
     except ModuleNotFoundError as error:
         print(f"the peer is missing ({error}): pip install verl==0.9.1 in an environment of its own", file=sys.stderr)
         return 2
+    ray = import_module("ray")
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     ray.init("local", num_cpus=64, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     report = asyncio.run(measured())

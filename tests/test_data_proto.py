@@ -276,19 +276,12 @@ def test_load_refuses_anything_else(tmp_path: Path) -> None:
         DataProto.load(path)
 
 
-def test_rows_are_joined_in_memory_that_the_caller_makes() -> None:
+def test_rows_are_joined_in_memory_of_the_callers_choice() -> None:
     made: list[torch.Tensor] = []
 
-    def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        made.append(torch.empty(tuple(shape), dtype=dtype))
+    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        made.append(torch.cat(list(parts)))
         return made[-1]
 
-    def part(ordinal: int, dtype: torch.dtype) -> DataProto:
-        token = {"x": torch.full((2, 3), ordinal), "y": torch.full((2,), ordinal, dtype=dtype)}
-        return DataProto.make([Key("train", ordinal)], [2], token=token)
-
-    joined = DataProto.concat([part(0, torch.int64), part(1, torch.float32)], empty)
-    assert [tensor.shape for tensor in made] == [(4, 3)]  # y is of two kinds: as torch joins them
-    assert joined["x"].data_ptr() == made[0].data_ptr()
-    assert joined["x"].tolist() == [[0] * 3] * 2 + [[1] * 3] * 2
-    assert joined["y"].tolist() == [0, 0, 1, 1]
+    joined = DataProto.concat([batch([2]), batch([1], space="eval")], join)
+    assert [joined[name].data_ptr() for name in joined.batch] == [tensor.data_ptr() for tensor in made]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Side = Literal["left", "right"]
-Empty = Callable[[Sequence[int], torch.dtype], Tensor]  # a new tensor of this shape and dtype, on the host
+Join = Callable[[list[Tensor]], Tensor]  # tensors as one along the first dimension, in memory of its choice
 
 _FORMAT = 1
 
@@ -271,11 +271,8 @@ class DataProto:
         return self.select(rows)
 
     @staticmethod
-    def concat(parts: Sequence[DataProto], empty: Empty | None = None) -> DataProto:
-        """All rows of `parts`, which must have the same columns; meta_info entries that differ are an error.
-
-        empty: makes the memory of columns on the host.
-        """
+    def concat(parts: Sequence[DataProto], join: Join = torch.cat) -> DataProto:
+        """All rows of `parts`, which must have the same columns; meta_info entries that differ are an error."""
         if not parts:
             raise ColumnError("nothing to concatenate")
         first = parts[0]
@@ -291,7 +288,7 @@ class DataProto:
         return DataProto(
             keys=tuple(key for part in parts for key in part.keys),
             lengths=torch.cat([part.lengths for part in parts]),
-            batch={name: _cat([part.batch[name] for part in parts], empty) for name in first.batch},
+            batch={name: join([part.batch[name] for part in parts]) for name in first.batch},
             token_level=first.token_level,
             non_tensor_batch={
                 name: tuple(value for part in parts for value in part.non_tensor_batch[name]) for name in first.non_tensor_batch
@@ -442,13 +439,3 @@ class DataProto:
             non_tensor_batch=data["non_tensor_batch"],
             meta_info=data["meta_info"],
         )
-
-
-def _cat(parts: Sequence[Tensor], empty: Empty | None) -> Tensor:
-    """All along the first dimension; into memory that `empty` makes where all are alike and on the host."""
-    first = parts[0]
-    alike = all((part.dtype, part.device, part.shape[1:]) == (first.dtype, first.device, first.shape[1:]) for part in parts)
-    if empty is None or not alike or first.device.type != "cpu":
-        return torch.cat(list(parts))
-    out = empty((sum(len(part) for part in parts), *first.shape[1:]), first.dtype)
-    return torch.cat([part.detach() for part in parts], out=out)

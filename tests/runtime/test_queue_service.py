@@ -53,7 +53,7 @@ def test_workers_fetch_their_rows_by_handle_and_write_columns(tmp_path: Path, le
 
 def test_rows_that_a_queue_joined_in_shared_memory_are_shown_and_not_copied(tmp_path: Path) -> None:
     async def main() -> None:
-        queue = MemoryQueue(empty=shared)
+        queue = MemoryQueue(join=shared)
         server, runtime = QueueServer(queue), Processes(place([ResourcePool("pool", 2)], Hardware(cores=2)), tmp_path)
         group = runtime.group("policy", "pool", "tests.runtime.workers:Worker", server.client())
         async with server, runtime:

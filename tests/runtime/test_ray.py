@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import ray
 import torch
 
 from tandem.data_proto import DataProto
@@ -189,6 +190,31 @@ def test_tensors_arrive_as_they_were_are_stored_once_and_are_read_where_they_lie
     run(use)
 
 
+def test_columns_that_were_joined_in_the_store_go_as_their_place_and_leave_it_when_nobody_has_them(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    puts: list[int] = []
+    monkeypatch.setattr(objects, "_put", lambda value: puts.append(1) or ray.put(value))
+
+    async def use(group: PoolGroup) -> None:
+        parts = [torch.arange(60_000), torch.arange(60_000, 120_000)]
+        joined = objects.shared(parts)
+        assert torch.equal(joined, torch.cat(parts))
+        assert in_shared_memory(joined)
+        for sent in (joined, joined[1000:70_000]):
+            for arrived in await group.call_each(Worker.echo, sent):
+                assert torch.equal(arrived, sent)
+        assert not puts
+        home = objects._kept.home(joined.numpy())
+        assert home is not None
+        del joined, sent
+        assert not objects._kept._refs
+        assert objects.shared([torch.ones(10), torch.ones(5)]).shape == (15,)
+        assert not objects._kept._refs
+
+    run(use)
+
+
 def in_shared_memory(tensor: torch.Tensor) -> bool:
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(number, 16) for number in line.split()[0].split("-"))
@@ -282,7 +308,7 @@ def test_workers_fetch_their_rows_by_handle_and_nothing_is_given_to_one_that_is_
         return rows
 
     async def main() -> None:
-        queue = MemoryQueue(MemoryQueueConfig(stall_limit_s=20))
+        queue = MemoryQueue(MemoryQueueConfig(stall_limit_s=20), join=objects.shared)
         runtime = RayCluster([ResourcePool("pool", 2)], tmp_path)
         server = RayQueueServer(queue, runtime)
         group = runtime.group("policy", "pool", FACTORY, server.client())

@@ -13,7 +13,7 @@ from tandem.assemble.model import Model
 from tandem.assemble.roles import KINDS, Roles, base_stages, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import Form, build_dataset
-from tandem.assemble.workers import Job, Workers, memory
+from tandem.assemble.workers import Job, Workers, joining
 from tandem.checkpoint.gathered import Gathered, gather
 from tandem.checkpoint.in_place import InPlace
 from tandem.errors import ConfigError, PlanError
@@ -138,7 +138,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
             recipe.train,
             recipe.learner,
         )
-    queue, chosen = MemoryQueue(recipe.queue, empty=memory(recipe.runtime)), algorithm(recipe)
+    queue, chosen = MemoryQueue(recipe.queue, join=joining(recipe.runtime)), algorithm(recipe)
     workers = Workers(recipe.runtime, queue, logs)
     roles = build_roles(recipe, model, chosen, workers, _updates(recipe.trainer.steps, recipe.learner))
     if roles.warmup_steps >= recipe.trainer.steps:
@@ -275,7 +275,7 @@ def _dataset_phase(
         model = replace(model, decoder=value_model_on(model.decoder))
     form: Form = "pairs" if "chosen" in chosen.needs else "demonstrations"
     maker = (Comparisons if form == "pairs" else Demonstrations)(model.renderer, recipe.engine.max_context)
-    queue = MemoryQueue(recipe.queue, empty=memory(recipe.runtime))
+    queue = MemoryQueue(recipe.queue, join=joining(recipe.runtime))
     workers = Workers(recipe.runtime, queue, logs)
     source = DatasetSource(
         dataset=build_dataset(data, "train", seed_of(recipe.seed, "demonstrations"), form),

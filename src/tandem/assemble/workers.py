@@ -16,7 +16,7 @@ import torch
 
 from tandem import device
 from tandem.assemble.adapter import put_adapter
-from tandem.data_proto import Empty
+from tandem.data_proto import Join
 from tandem.errors import ConfigError
 from tandem.models.adapters import LoraConfig
 from tandem.models.decoder import Decoder, DecoderConfig
@@ -35,7 +35,11 @@ if TYPE_CHECKING:
     from tandem.runtime.ray import RayCluster
     from tandem.runtime.ray_queue import RayQueueServer
 
-_RAY = {"ray": "tandem.runtime.ray:RayCluster", "queue of ray": "tandem.runtime.ray_queue:RayQueueServer"}
+_RAY = {
+    "ray": "tandem.runtime.ray:RayCluster",
+    "queue of ray": "tandem.runtime.ray_queue:RayQueueServer",
+    "store of ray": "tandem.runtime.objects:shared",
+}
 _WHOLE, _SHARDED = "tandem.assemble.workers:whole", "tandem.assemble.sharded:sharded"
 
 
@@ -91,9 +95,15 @@ def worker(rank: Rank, engine: TrainEngine, job: Job, queue: TransferQueue) -> M
     return TrainWorker(engine, queue, job.objective, job.role, ranks=rank.size)
 
 
-def memory(config: RuntimeConfig) -> Empty | None:
-    """In which the queue joins rows, where worker processes of this machine can be shown it."""
-    return shared if config.name == "process" else None
+def joining(config: RuntimeConfig) -> Join:
+    """How the queue joins rows, in memory that is shown to the workers."""
+    match config.name:
+        case "inline":
+            return torch.cat
+        case "process":
+            return shared
+        case "ray":
+            return cast("Join", resolve("store of ray", _RAY, kind="runtime"))
 
 
 class Workers:
@@ -119,7 +129,7 @@ class Workers:
             self._queue = server.client()
         else:
             self._seats = seated(config.resource_pools, "cpu")
-            kinds = (resolve(name, _RAY, kind="runtime") for name in _RAY)
+            kinds = (resolve(name, _RAY, kind="runtime") for name in ("ray", "queue of ray"))
             cluster_type, server_type = cast("tuple[type[RayCluster], type[RayQueueServer]]", tuple(kinds))
             cluster = cluster_type(config.resource_pools, logs, limit_s=config.limit_s)
             serving = server_type(queue, cluster)

@@ -21,7 +21,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from tandem.data_proto import DataProto, Empty
+import torch
+
+from tandem.data_proto import DataProto, Join
 from tandem.errors import QueueError, SnapshotError
 from tandem.faults import crash_point
 from tandem.ports import Consumer, Lease
@@ -43,11 +45,11 @@ class _Group:
 class Ledger:
     """See the module's docstring. Rows live in blocks as they were put, or as they were leased together.
 
-    empty: makes the memory in which rows are joined.
+    join: makes one column of those of several blocks.
     """
 
-    def __init__(self, empty: Empty | None = None) -> None:
-        self._empty = empty
+    def __init__(self, join: Join = torch.cat) -> None:
+        self._join = join
         self._groups: dict[GroupKey, _Group] = {}  # in admission order
         self._blocks: dict[Key, DataProto] = {}
         self._leases: dict[int, Lease] = {}
@@ -146,7 +148,7 @@ class Ledger:
         """Shares the block's memory where `keys` are consecutive rows of one block; copies otherwise."""
         blocks = self._blocks_of(keys)
         parts = [block.by_keys([key for key in keys if self._blocks[key] is block]).only(columns) for block in blocks]
-        return (parts[0] if len(parts) == 1 else DataProto.concat(parts, self._empty)).by_keys(keys)
+        return (parts[0] if len(parts) == 1 else DataProto.concat(parts, self._join)).by_keys(keys)
 
     # --------------------------------------------------------------------------------------------- leases
 

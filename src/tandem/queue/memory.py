@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tandem.data_proto import DataProto, Empty
+import torch
+
+from tandem.data_proto import DataProto, Join
 from tandem.errors import QueueError, StalledError
 from tandem.ports import Consumer, Lease
 from tandem.queue.ledger import Ledger
@@ -42,12 +44,12 @@ class MemoryQueueConfig:
 class MemoryQueue:
     """Implements ports.TransferQueue; see the module's docstring.
 
-    empty: makes the memory in which the rows of a lease are joined, for workers to whom some memory can be shown without a copy.
+    join: makes one column of those of a lease's rows, in memory that can be shown to workers elsewhere without a copy.
     """
 
-    def __init__(self, config: MemoryQueueConfig | None = None, *, empty: Empty | None = None) -> None:
+    def __init__(self, config: MemoryQueueConfig | None = None, *, join: Join = torch.cat) -> None:
         self._config = config or MemoryQueueConfig()
-        self._ledger = Ledger(empty)
+        self._ledger = Ledger(join)
         self._next_change = asyncio.Event()
         self._last_change_s = 0.0
 

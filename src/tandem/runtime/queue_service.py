@@ -1,7 +1,7 @@
 """A TransferQueue for workers in other processes: its owner serves it, and they fetch and write their rows by handle.
 
 Columns travel as parcels: rows that a worker writes stay in the memory where that worker put them, and the owner's rows are
-copied once into shared memory for each call that fetches them, or never where a queue made with `empty=shared` joined them. The
+copied once into shared memory for each call that fetches them, or never where a queue made with `join=shared` joined them. The
 rules are the queue's own: this only carries calls to the loop of the process that owns it, and what they raise back.
 """
 
@@ -41,9 +41,16 @@ async def perform(queue: TransferQueue, name: str, args: tuple[Any, ...], kwargs
     return await cast("Awaitable[object]", result) if inspect.isawaitable(result) else result
 
 
-def shared(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """New memory, for a queue that is served: rows that lie in it are shown to workers without a copy."""
-    return outbox().empty(shape, dtype)
+def shared(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors as one, in memory that is shown to workers without a copy: joins the rows of a queue that is served.
+
+    Like torch.cat where they are small, not on the host, or not of one kind.
+    """
+    first = parts[0]
+    if any((part.dtype, part.device.type, part.shape[1:]) != (first.dtype, "cpu", first.shape[1:]) for part in parts):
+        return torch.cat(list(parts))
+    out = outbox().empty((sum(len(part) for part in parts), *first.shape[1:]), first.dtype)
+    return torch.cat([part.detach() for part in parts], out=out)
 
 
 class QueueServer:

@@ -257,7 +257,7 @@ class _RayPool(Pool[_Actor]):
         distinct = {id(order): order for order in orders}
         handed = dict(zip(distinct, await asyncio.gather(*(stored(packed(order)) for order in distinct.values())), strict=True))
         calls = zip(self._members, [handed[id(order)] for order in orders], strict=False)
-        return [asyncio.ensure_future(result(member.actor.obey.remote(value))) for member, value in calls]
+        return [asyncio.ensure_future(result(member.actor.obey.remote(*value))) for member, value in calls]
 
     async def _kill(self) -> str:
         for member in self._members:

@@ -18,7 +18,7 @@ import ray
 from tandem import device
 from tandem.device import Kind
 from tandem.runtime.mailbox import mailbox
-from tandem.runtime.objects import Answer, Packed, answer, unpacked, untyped
+from tandem.runtime.objects import Answer, Bytes, Packed, answer, received, unpacked, untyped
 from tandem.runtime.placement import ResourcePool, Seat
 from tandem.runtime.worker import Worker
 
@@ -56,11 +56,11 @@ class WorkerActor:
         self._seat = Seat(pool.name, rank, pool.cores, kind, devices, platform.node())
         self._worker: Worker | None = None
 
-    async def obey(self, value: Packed) -> Answer:
+    async def obey(self, value: Any, *kept: Bytes) -> Answer:
         """Carries out an order, in the thread of the workers."""
         self._worker = self._worker or Worker(self._seat)
         try:
-            return await answer(self._worker.obey(unpacked(value)))
+            return await answer(self._worker.obey(unpacked(received(value, kept))))
         except SystemExit as error:  # as of a process; Ray would keep it
             sys.stdout.flush()
             sys.stderr.flush()
@@ -81,8 +81,8 @@ class WorkerActor:
         return await asyncio.wrap_future(mailbox(queue).question())
 
     @ray.method(concurrency_group=WATCH)
-    async def answer(self, queue: str, number: int, fine: bool, value: Packed) -> None:
-        mailbox(queue).answer(number, (fine, value))
+    async def answer(self, queue: str, number: int, fine: bool, value: Any, *kept: Bytes) -> None:
+        mailbox(queue).answer(number, (fine, received(value, kept)))
 
     @ray.method(concurrency_group=WATCH)
     async def close(self, queue: str) -> None:

@@ -81,7 +81,7 @@ class RayQueueServer:
             return await perform(self._queue, *unpacked(value))
 
         fine, given = await answer(result())
-        await actor.answer.remote(self._name, number, fine, await stored(given))
+        await actor.answer.remote(self._name, number, fine, *await stored(given))
 
 
 class RayQueueClient(RemoteQueue):
