@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,3 +62,17 @@ def test_nothing_is_reset_that_was_not_asked_for() -> None:
     roles = reference(TorchEngine(tiny_decoder(), TrainConfig()), 0)
     assert [roles.due(version) for version in (1, 2)] == [(), ()]
     assert roles.saved == ()
+
+
+def test_a_reference_that_is_reset_waits_for_the_batch_and_a_frozen_one_need_not() -> None:
+    engine = TorchEngine(tiny_decoder(), TrainConfig())
+    assert [stage.weights for every in (0, 2) for stage in reference(engine, every).stages] == ["frozen", "current"]
+
+
+def test_a_reward_model_judges_and_is_no_stage() -> None:
+    engine = TorchEngine(tiny_decoder(), TrainConfig())
+    judge = replace(reference(engine, 0).all[0], name="reward_model", path=Path("scorer"))
+    roles = Roles((*reference(engine, 0).all, judge))
+    assert roles.judge is judge
+    assert [stage.name for stage in roles.stages] == ["reference"]
+    assert reference(engine, 0).judge is None

@@ -160,6 +160,19 @@ def test_models_in_processes_of_their_own_give_the_same_run(scorer: Path, tmp_pa
     assert_same(results[1], results[0])
 
 
+def test_models_sharded_over_two_processes_score_the_same(scorer: Path, tmp_path: Path) -> None:
+    """Critic, reference, reward model and policy share two ranks, whose calls come from stages and rewards at once."""
+    first: list[list[Any]] = []
+    for where in ("inline", "process"):
+        directory = tmp_path / where
+        directory.mkdir()
+        overrides = (f"run.dir={directory / 'run'}", f"reward_model.path={scorer}", f"runtime={where}", "trainer.steps=2", *FOUR)
+        assert tandem("train", str(write_recipe(directory)), "warmup=null", *overrides) == 0
+        samples = read_lines(directory / "run/samples.jsonl")
+        first.append([(line["key"], line["text"], line["reward"]) for line in samples if line["step"] == 1])
+    assert first[0] == first[1]
+
+
 @pytest.mark.slow
 def test_ppo_with_four_models_as_its_recipe_says(tmp_path: Path) -> None:
     """Trained on what a reward model says, the policy is right more often: by what it is measured with, which is not the model."""

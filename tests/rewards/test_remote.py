@@ -211,6 +211,17 @@ def test_no_more_calls_at_once_than_the_recipe_says(judge: Judge) -> None:
     assert (len(judge.requests), judge.most) == (12, 3)
 
 
+def test_waiting_for_a_place_uses_up_no_limit(judge: Judge) -> None:
+    """Ten calls, one after the other, take longer than one may."""
+
+    async def use(reward: RemoteReward) -> list[Any]:
+        return await asyncio.gather(*(reward(task(), group("slow:0.2")) for _ in range(10)))
+
+    found = run(RewardConfig(url=judge.url, workers=1, limit_s=1.5, try_limit_s=1.5), use)
+    assert all(result.ok for members in found for result in members)
+    assert len(judge.requests) == 10
+
+
 def test_a_busy_event_loop_does_not_use_up_the_limit(judge: Judge) -> None:
     async def use(reward: RemoteReward) -> list[RewardResult]:
         judging = asyncio.ensure_future(reward(task(), group("slow:0.1")))
