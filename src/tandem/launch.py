@@ -41,6 +41,7 @@ from tandem.checkpoint.wire import whole_shards, wire_hash
 from tandem.config import Resolved, dump, flatten
 from tandem.durable import attempt, write_whole
 from tandem.errors import ConfigError
+from tandem.models.decoder import Decoder
 from tandem.ports import Dataset, WorkerGroup
 from tandem.recipe import DatasetSection, Recipe, load_recipe
 from tandem.runtime.placement import RuntimeConfig
@@ -472,7 +473,8 @@ def _memory(recipe: Recipe, phase: Phase) -> dict[str, int]:
     decoder = phase.model.decoder
     config, (weights, trained) = decoder.config, (4 * count for count in phase.model.sizes)
     beside = [(role, role.model.num_parameters * 4) for role in phase.roles.all]
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.dtype.itemsize
+    generates = isinstance(decoder, Decoder)
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.dtype.itemsize if generates else 0
     return {
         "weights": weights,
         "gradients": trained,

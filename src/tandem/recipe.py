@@ -72,6 +72,8 @@ class ModelSection:
 
     tokenizer: directory of another tokenizer; a new model without one gets one token a character of its built-in task.
     template: file with a chat template (Jinja) in place of the tokenizer's. dtype: of products; weights are float32.
+    library: whose code computes a model of path: tandem's, which also generates, or that of transformers, for any causal
+    language model, which is trained on a dataset alone.
     """
 
     path: Path | None = None
@@ -79,10 +81,13 @@ class ModelSection:
     tokenizer: Path | None = None
     template: Path | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    library: Literal["tandem", "transformers"] = "tandem"
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.new is None):
             raise ValueError("give one of path (a Hugging Face directory) and new (a shape to begin from scratch with)")
+        if self.new is not None and self.library != "tandem":
+            raise ValueError(f"new is a shape of tandem's decoder, which library={self.library} does not compute: give path")
 
 
 @dataclass(frozen=True)

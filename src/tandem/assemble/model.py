@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem import device
+from tandem.assemble import library
 from tandem.assemble.adapter import put_adapter
 from tandem.assemble.tasks import problem
 from tandem.durable import attempt
@@ -14,6 +15,7 @@ from tandem.errors import ConfigError, DeviceError, ModelError
 from tandem.faults import crash_point
 from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
 from tandem.models.hf import load_decoder, load_value_model, save_decoder
+from tandem.models.language_model import LanguageModel
 from tandem.models.probe import ProbeResult, probe
 from tandem.models.values import ValueModel
 from tandem.recipe import DatasetSection, ModelSection, Recipe
@@ -26,17 +28,18 @@ ADAPTER = "adapter"  # in the directory of a model that was trained by one
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, with its text side; the probe says which law its numbers are under on this machine."""
+    """What is trained, with its text side; the probe says which law its numbers are under on this machine, if it generates."""
 
-    decoder: Decoder
+    decoder: LanguageModel
     tokenizer: Tokenizer
     renderer: TemplateRenderer
-    probed: ProbeResult
+    probed: ProbeResult | None
 
     def describe(self) -> str:
         count, trained = self.sizes
         size = f"{count:,} parameters" + (f", of which {trained:,} are an adapter's and trained" if trained < count else "")
-        return f"model: {size}, {self.tokenizer.vocab_size} tokens; rollout and trainer logprobs: {self.probed.law}"
+        law = f"rollout and trainer logprobs: {self.probed.law}" if self.probed is not None else "trained by transformers' code"
+        return f"model: {size}, {self.tokenizer.vocab_size} tokens; {law}"
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -54,7 +57,10 @@ class Model:
         with attempt(f"write {directory}", directory.parent):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            save_decoder(self.decoder, partial, self.tokenizer.eos_id)
+            if isinstance(self.decoder, Decoder):
+                save_decoder(self.decoder, partial, self.tokenizer.eos_id)
+            else:
+                library.save(self.decoder, partial)
             self.tokenizer.save(partial)
             if self.decoder.adapter is not None:
                 (partial / ADAPTER).mkdir()
@@ -75,30 +81,35 @@ def build_model(recipe: Recipe, kind: type[Decoder] = Decoder) -> Model:
     dtype = here.dtype({"float32": "fp32", "bfloat16": "bf16"}[recipe.model.dtype])
     tokenizer = _tokenizer(recipe)
     template = _template(recipe.model.template) if recipe.model.template is not None else None
-    if recipe.model.path is not None:
+    if recipe.model.path is not None and recipe.model.library == "transformers":
+        if kind is ValueModel:
+            raise ConfigError(f"{recipe.algorithm.name} trains a model of values, which model.library=transformers has not")
+        decoder = library.load(recipe.model.path, dtype)
+    elif recipe.model.path is not None:
         decoder = (load_value_model if kind is ValueModel else load_decoder)(recipe.model.path, dtype)
     else:
         decoder = init_decoder(_shape(recipe.model, tokenizer), seed_of(recipe.seed, "weights"), dtype)
-    check_fit(decoder.config, tokenizer, recipe, "the model")
+    check_fit(decoder.config.vocab_size, decoder.max_positions, tokenizer, recipe, "the model")
     lora, seed, origin = recipe.lora, seed_of(recipe.seed, "adapter"), _absolute(recipe.model.path)
 
-    def adapt(model: Decoder) -> None:
+    def adapt(model: LanguageModel) -> None:
         if lora is not None:
             put_adapter(model, lora, seed, origin)
 
     adapt(decoder)
-    return Model(decoder, tokenizer, TemplateRenderer(tokenizer, template), probe(decoder.config, dtype, adapt))
+    probed = probe(decoder.config, dtype, adapt) if isinstance(decoder, Decoder) else None
+    return Model(decoder, tokenizer, TemplateRenderer(tokenizer, template), probed)
 
 
-def check_fit(config: DecoderConfig, tokenizer: Tokenizer, recipe: Recipe, what: str) -> None:
+def check_fit(vocab_size: int, max_positions: int | None, tokenizer: Tokenizer, recipe: Recipe, what: str) -> None:
     """Raises ModelError or ConfigError for a model that cannot read the tokens, or the length, of the run's rows."""
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer.vocab_size > vocab_size:
         raise ModelError(
-            f"the tokenizer of {tokenizer.origin} has {tokenizer.vocab_size} tokens and {what} {config.vocab_size}; "
+            f"the tokenizer of {tokenizer.origin} has {tokenizer.vocab_size} tokens and {what} {vocab_size}; "
             f"a model goes with the tokenizer of its own directory"
         )
-    if recipe.engine.max_context > config.max_positions:
-        raise ConfigError(f"engine.max_context={recipe.engine.max_context} is above the {config.max_positions} positions of {what}")
+    if max_positions is not None and recipe.engine.max_context > max_positions:
+        raise ConfigError(f"engine.max_context={recipe.engine.max_context} is above the {max_positions} positions of {what}")
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -272,6 +272,8 @@ def _dataset_phase(
             raise ConfigError(f"lora adapts a policy, and {chosen.name} trains a model of values, with its head: leave lora out")
         if recipe.reward is not None:
             raise ConfigError(f"reward judges what a policy writes, and {chosen.name} trains a model of values: leave reward out")
+        if not isinstance(model.decoder, Decoder):
+            raise ConfigError(f"{chosen.name} trains a model of values, which model.library={recipe.model.library} has not")
         model = replace(model, decoder=value_model_on(model.decoder))
     form: Form = "pairs" if "chosen" in chosen.needs else "demonstrations"
     maker = (Comparisons if form == "pairs" else Demonstrations)(model.renderer, recipe.engine.max_context)

@@ -18,6 +18,7 @@ from tandem.assemble.workers import Blueprint, Job, Workers
 from tandem.errors import ConfigError, ModelError
 from tandem.models.decoder import Decoder
 from tandem.models.hf import check_weights, has_value_head, read_config
+from tandem.models.language_model import LanguageModel
 from tandem.models.values import ValueModel
 from tandem.ports import WorkerGroup
 from tandem.recipe import Recipe, ReferenceSection, RewardModelSection, TeacherSection, TrainedSection
@@ -253,8 +254,13 @@ def _section(recipe: Recipe, name: str) -> ReferenceSection | TeacherSection | R
 
 
 def _copied(name: str, model: Model) -> Blueprint:
-    """A model like the policy."""
-    return Blueprint(KINDS[name].model, model.decoder.config, model.decoder.dtype)
+    """A model like the policy. Raises ConfigError for one of values, where that has none."""
+    kind: type[LanguageModel] = KINDS[name].model
+    if not isinstance(model.decoder, Decoder):
+        if kind is ValueModel:
+            raise ConfigError(f"{name} would be a copy of the policy with a value head, which a model of transformers has not")
+        kind = type(model.decoder)
+    return Blueprint(kind, model.decoder.config, model.decoder.dtype)
 
 
 def _checked(name: str, path: Path, recipe: Recipe, model: Model) -> Blueprint:
@@ -270,5 +276,5 @@ def _checked(name: str, path: Path, recipe: Recipe, model: Model) -> Blueprint:
     check_weights(own.outline(), path)
     if KINDS[name].judges and not has_value_head(path):
         raise ModelError(f"{name}.path={path} holds no reward model but one of language, without a head that scores")
-    check_fit(own.config, model.tokenizer, recipe, f"{name}.path={path}")
+    check_fit(own.config.vocab_size, own.config.max_positions, model.tokenizer, recipe, f"{name}.path={path}")
     return own

@@ -13,6 +13,7 @@ from tandem.algos.table import configure
 from tandem.assemble.model import Model
 from tandem.checkpoint.journal import Journal
 from tandem.errors import ConfigError, RegistryError
+from tandem.models.decoder import Decoder
 from tandem.ports import LLM, AgentLoop, Env, Reward
 from tandem.recipe import AgentSection, Recipe
 from tandem.registry import resolve
@@ -65,6 +66,11 @@ async def open_rollout(recipe: Recipe, model: Model, journal: Journal | None = N
         raise ConfigError(
             f"algorithm {chosen.name} needs a reward: name one, e.g. reward.function=exact_match, reward.url=http://... or "
             f"reward_model.path=..."
+        )
+    if not isinstance(model.decoder, Decoder) or model.probed is None:
+        raise ConfigError(
+            f"model.library={recipe.model.library}: the native engine generates with tandem's own decoder, so that such a model is "
+            "trained on a dataset (sft, preferences, distillation), without a reward: choose such an algorithm and reward=null"
         )
     engine = NativeEngine(model.decoder, model.renderer.text, recipe.engine, exact=model.probed.exact)
     reward = _reward(recipe.reward, journal) if recipe.reward is not None and recipe.reward_model is None else None

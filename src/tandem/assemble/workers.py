@@ -19,7 +19,7 @@ from tandem.assemble.adapter import put_adapter
 from tandem.data_proto import Join
 from tandem.errors import ConfigError
 from tandem.models.adapters import LoraConfig
-from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.language_model import LanguageModel
 from tandem.ports import Runtime, TrainEngine, TransferQueue, WorkerGroup
 from tandem.registry import resolve
 from tandem.runtime.inline import Inline
@@ -47,24 +47,24 @@ _WHOLE, _SHARDED = "tandem.assemble.workers:whole", "tandem.assemble.sharded:sha
 class Blueprint:
     """A model without its weights. lora: of its adapter, if it has one, and the seed that this begins with."""
 
-    kind: type[Decoder]
-    config: DecoderConfig
+    kind: type[LanguageModel]
+    config: Any  # of that kind
     dtype: torch.dtype
     lora: tuple[LoraConfig, int] | None = None
 
     @classmethod
-    def of(cls, decoder: Decoder) -> Blueprint:
+    def of(cls, decoder: LanguageModel) -> Blueprint:
         adapter = decoder.adapter
         lora = (adapter.config, adapter.seed) if adapter is not None else None
         return cls(type(decoder), decoder.config, decoder.dtype, lora)
 
-    def build(self) -> Decoder:
-        model = self.kind(self.config, self.dtype)
+    def build(self) -> LanguageModel:
+        model = self.kind.shaped(self.config, self.dtype)
         if self.lora is not None:
             put_adapter(model, *self.lora)
         return model
 
-    def outline(self) -> Decoder:
+    def outline(self) -> LanguageModel:
         """On the meta device: names and shapes."""
         with torch.device("meta"):
             return self.build()
@@ -83,7 +83,7 @@ class Job:
     objective: Algorithm | None
 
 
-def whole(rank: Rank, model: Decoder | Blueprint, job: Job, queue: TransferQueue) -> ModelWorker:
+def whole(rank: Rank, model: LanguageModel | Blueprint, job: Job, queue: TransferQueue) -> ModelWorker:
     """The worker of a role that has one rank, which holds all of its model."""
     return worker(rank, TorchEngine(model.build() if isinstance(model, Blueprint) else model, job.train), job, queue)
 
@@ -137,13 +137,13 @@ class Workers:
             self._services.append(serving)
             self._queue = serving.client()
 
-    def group(self, model: Decoder | Blueprint, job: Job) -> WorkerGroup:
+    def group(self, model: LanguageModel | Blueprint, job: Job) -> WorkerGroup:
         """The workers of a role. model: a live one is used as it is where workers are shared, else copied without its weights."""
         if self.shared:
             return self._runtime.group(job.role, "", _WHOLE, model, job, self._queue)
         pool = self._pool(job.role)
         self._places[job.role] = pool
-        blueprint = Blueprint.of(model) if isinstance(model, Decoder) else model
+        blueprint = Blueprint.of(model) if isinstance(model, LanguageModel) else model
         if self._config.pools[pool] == 1:
             return self._runtime.group(job.role, pool, _WHOLE, blueprint, job, self._queue)
         return self._runtime.group(job.role, pool, _SHARDED, blueprint, job, self._queue, self._config, collectives=True)

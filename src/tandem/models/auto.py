@@ -49,7 +49,8 @@ class AutoDecoder(LanguageModel):
         for layer in self._layers:
             layer.forward = _Recomputing(self, layer)
         self.requires_grad_()
-        self._check()
+        if not next(self.parameters()).is_meta:
+            self._check()
 
     @property
     def whole(self) -> nn.Module:
@@ -67,9 +68,12 @@ class AutoDecoder(LanguageModel):
     def output_weight(self) -> Tensor:
         return cast("Tensor", cast("Any", self.whole).get_output_embeddings().weight).to(self.dtype)
 
+    @classmethod
+    def shaped(cls, config: Any, dtype: torch.dtype) -> AutoDecoder:
+        return cls(cast("PreTrainedModel", AutoModelForCausalLM.from_config(config)), dtype)
+
     @property
     def max_positions(self) -> int | None:
-        """Tokens of the longest row, where the model says so."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def prefill(self, tokens: Tensor) -> Tensor:

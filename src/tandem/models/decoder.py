@@ -222,6 +222,7 @@ class KVCache:
 class Decoder(LanguageModel):
     """See the module's docstring. config: the shape; dtype: the compute dtype."""
 
+    config: DecoderConfig
     cos: Tensor
     sin: Tensor
 
@@ -235,6 +236,14 @@ class Decoder(LanguageModel):
         cos, sin = angles.cos().float(), angles.sin().float()
         self.register_buffer("cos", torch.cat([cos, cos], 1), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], 1), persistent=False)
+
+    @classmethod
+    def shaped(cls, config: DecoderConfig, dtype: torch.dtype) -> Decoder:
+        return cls(config, dtype)
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_positions
 
     @property
     def tied(self) -> dict[str, str]:

@@ -157,7 +157,10 @@ def read_config(path: Path) -> DecoderConfig:
     fields = _read_json(file)
     kind = fields.get("model_type")
     if kind not in ARCHITECTURES:
-        raise ModelError(f"{file}: model_type {kind!r} is not supported; {', '.join(ARCHITECTURES)} are")
+        raise ModelError(
+            f"{file}: model_type {kind!r} is not supported; {', '.join(ARCHITECTURES)} are. With "
+            "model.library=transformers other models can be trained on a dataset"
+        )
     # transformers 5 keeps everything about rotary positions in rope_parameters; before, it was spread over two fields.
     rope: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     problems = [

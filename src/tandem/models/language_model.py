@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,29 @@ from tandem.models.adapters import Adapter
 
 
 class LanguageModel(nn.Module):
-    """dtype: the compute dtype; parameters are float32.
+    """config: its shape, with vocab_size; dtype: the compute dtype. Parameters are float32.
 
     recompute: of a layer only the input is kept for the backward pass, which computes the rest again, the same bits.
     adapter: of which all but its parameters are frozen, if there is one; lora.py puts it in.
     """
+
+    config: Any
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
         self.recompute = False
         self.adapter: Adapter | None = None
+
+    @classmethod
+    @abstractmethod
+    def shaped(cls, config: Any, dtype: torch.dtype) -> LanguageModel:
+        """A model of the shape of another, whose `config` it is; its weights are yet to come."""
+
+    @property
+    @abstractmethod
+    def max_positions(self) -> int | None:
+        """Tokens of the longest row, where there is a bound."""
 
     @property
     @abstractmethod
