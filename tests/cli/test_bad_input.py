@@ -60,7 +60,10 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("reward url http://127.0.0.1:1/score cannot be reached", "start the judge"),
     ),
     "a try of a function": (("reward.try_limit_s=1.0",), ("try_limit_s=1.0", "url")),
-    "a reward model that is not there": (("reward_model.path=no/such",), ("no/such",)),
+    "a reward model that is not there": (
+        ("reward_model.path=no/such",),
+        ("reward_model.path=no/such", "recipes/reward_model.yaml"),
+    ),
     "refusals where there are no pairs": (("data.train.refusal_frac=0.5",), ("refusal_frac=0.5", "pairs")),
     "context beyond the model's": (("engine.max_context=65",), ("65", "64")),
     "prompt longer than the context": (("engine.max_context=6", "warmup=null"), ("6", "max_context")),

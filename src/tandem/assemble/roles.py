@@ -265,6 +265,9 @@ def _copied(name: str, model: Model) -> Blueprint:
 
 def _checked(name: str, path: Path, recipe: Recipe, model: Model) -> Blueprint:
     """The model of a role's own directory, which must read the policy's tokens."""
+    if not path.is_dir():
+        source = "; tandem train recipes/reward_model.yaml leaves one in its run's final/" if KINDS[name].judges else ""
+        raise ModelError(f"{name}.path={path} is no directory: give that of a model with its tokenizer{source}")
     mine, theirs = model.tokenizer.vocabulary, load_tokenizer(path).vocabulary
     if differ := sorted(token for token in mine.keys() | theirs.keys() if mine.get(token) != theirs.get(token)):
         first = differ[0]
