@@ -68,6 +68,7 @@ def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_words_and_its_
     async def use(group: PoolGroup) -> None:
         pids = await group.call_each(Worker.pid)
         children = await group.call_each(Worker.child)
+        assert all(map(alive, children))
         began = time.monotonic()
         with pytest.raises(WorkerError) as error:
             await group.call(Worker.die, 1, signal.SIGKILL)

@@ -25,22 +25,11 @@ def log_end(path: Path, num_lines: int = LOG_LINES) -> str:
     return f"The end of {path}:\n" + "\n".join(f"  {line}" for line in lines) if lines else f"It wrote nothing to {path}."
 
 
-def kill_tree(pid: int) -> None:
-    """Kills a worker and its process group, and the worker itself should it not lead one yet."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
 class Keeper:
     """An actor that sees to the workers of its node."""
 
     def log_end(self, path: Path, num_lines: int) -> str:
         return log_end(path, num_lines)
-
-    def kill(self, pid: int) -> None:
-        kill_tree(pid)
 
     def dump(self, pid: int) -> None:
         """Has a worker write the stacks of its threads to its log, whatever it does."""

@@ -260,10 +260,8 @@ class _RayPool(Pool[_Actor]):
         return [asyncio.ensure_future(result(member.actor.obey.remote(*value))) for member, value in calls]
 
     async def _kill(self) -> str:
-        for member in self._members:
-            member.keeper.kill.remote(member.place.pid)  # with all that it started
         for actor in self._actors:
-            untyped.kill(actor)
+            untyped.kill(actor)  # with all that it started
         going = [asyncio.ensure_future(member.death()) for member in self._members]
         _, stuck = await asyncio.wait(going, timeout=_KILL_LIMIT_S) if going else ((), ())
         for task in stuck:

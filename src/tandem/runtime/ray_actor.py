@@ -38,8 +38,6 @@ class WorkerActor:
     """One rank of a pool. path: where modules are looked for. cwd: what relative paths refer to, where this node has it."""
 
     def __init__(self, pool: ResourcePool, rank: int, kind: Kind, log: Path, path: list[str], cwd: Path) -> None:
-        if os.getpgrp() != os.getpid():
-            os.setsid()
         with suppress(FileNotFoundError):
             os.chdir(cwd)
         sys.path += [entry for entry in path if entry not in sys.path]
