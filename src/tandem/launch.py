@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import shlex
 import shutil
@@ -59,13 +60,14 @@ from tandem.trainer.source import RolloutSource
 from tandem.trainer.workers import ModelWorker
 from tandem.types import Json, Metrics, PolicyRef
 
+_SOURCE = "source.json"
 _UNTOLD = "nothing was measured: the recipe names no data.heldout, or neither a reward nor responses to judge a loss by"
 
 
 def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool) -> None:
     """`tandem train`. Raises TandemError; what is on disk then can be resumed."""
     recipe, console = resolved.value, Console()
-    schedule(recipe.trainer.mode, recipe.trainer.staleness).check_runnable()
+    schedule(recipe.trainer.mode, recipe.trainer.staleness).check_runnable(one_process=recipe.runtime.name == "inline")
     if dry_run:
         asyncio.run(_dry_run(recipe, console))
         return
@@ -186,6 +188,12 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
                 "distribution: the samples are off-policy (metric rollout/cut_support)",
                 style="yellow",
             )
+        if recipe.trainer.mode != "sync" and not phase.algorithm.params.get("correction") and not from_dataset(recipe):
+            console.print(
+                f"warning: samples may be older than the policy that they train, and {phase.algorithm.name} does not correct for "
+                f"it: consider algorithm.correction=token_tis, or another of `tandem algos`",
+                style="yellow",
+            )
         main = _PhaseRun(recipe, phase, directory, console, rollout, heldout, recipe.trainer.snapshot_every)
         if recipe.warmup is not None and first is not None and main.store.latest() is None:
             warmup = _PhaseRun(recipe, first, directory / "warmup", console, None, None, recipe.warmup.snapshot_every)
@@ -265,7 +273,7 @@ class _PhaseRun:
         del metrics  # they are logged already
         step, last = policy.version, policy.version == self.phase.steps
         if isinstance(self.phase.source, RolloutSource):
-            self.samples.write(map(SampleRecord.of, self.phase.source.consumed), step)
+            self.samples.write(self.phase.source.consumed, step)
         if self.phase.roles.due(step):
             weights = (self.directory / "reset").resolve()
             (await self.phase.current()).save(weights)
@@ -282,7 +290,6 @@ class _PhaseRun:
 
     async def _snapshot(self, step: int, score: float | None) -> None:
         state: dict[str, Json] = {
-            "source": self.phase.source.state(),
             "kl": self.phase.kl.state(),
             "trackers": self.trackers.state(),
             "samples": self.samples.state(),
@@ -290,9 +297,14 @@ class _PhaseRun:
             "spent_s": self._wall_s(),
         }
         models = {role.name: _saving(role.workers) for role in self.phase.roles.saved}
-        parts = {"train": _saving(self.phase.policy), **models, "queue": self.phase.queue.save}
+        parts = {"train": _saving(self.phase.policy), **models, "queue": self._save_queue}
         await self.store.write(step, parts, state, score=score)
         await self.phase.queue.commit(str(step))
+
+    async def _save_queue(self, path: Path) -> None:
+        """With the state of the source, which may go on filling the queue as soon as another task has its turn."""
+        await self.phase.queue.save(path)
+        (path / _SOURCE).write_text(json.dumps(self.phase.source.state()))
 
     async def _restore(self) -> None:
         snapshot = self.store.latest()
@@ -309,7 +321,7 @@ class _PhaseRun:
         for role in self.phase.roles.saved:
             await role.workers.call(ModelWorker.load, snapshot.part(role.name).resolve())
         await self.phase.queue.restore(str(snapshot.step), snapshot.part("queue"))
-        self.phase.source.restore(state["source"])
+        self.phase.source.restore(json.loads((snapshot.part("queue") / _SOURCE).read_text()))
         self.phase.kl.restore(state["kl"])
         self.trackers.restore(state["trackers"])
         self.samples.restore(state["samples"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -474,6 +474,14 @@ class Metrics(Mapping[str, Metric]):
 
     def __repr__(self) -> str:
         return f"Metrics({self.values_by_name()})"
+
+    def state(self) -> dict[str, Json]:
+        """What `restored` makes the same metrics of."""
+        return {name: [metric.total, metric.count, metric.reduction] for name, metric in self.items()}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Json]) -> Metrics:
+        return cls({name: Metric(*cast("tuple[float, float, Reduction]", values)) for name, values in state.items()})
 
     def prefixed(self, prefix: str) -> Metrics:
         """The same metrics named `prefix/name`."""

@@ -15,7 +15,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 def test_a_line_an_episode(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples.jsonl")
-    log.write([SampleRecord.of(episode(7, "395", RewardResult(1.0, components={"format": 0.5})))], step=3)
+    log.write([SampleRecord.of(episode(7, "395", RewardResult(1.0, components={"format": 0.5}))).line()], step=3)
     log.close()
     assert lines(tmp_path / "samples.jsonl") == [
         {
@@ -38,7 +38,7 @@ def test_a_failed_reward_is_null_with_its_reason_and_an_unjudged_one_null(tmp_pa
     log = SampleLog(tmp_path / "samples.jsonl")
     failed = episode(1, "a", RewardResult.failed("no progress for 10 s"))
     lost = replace(episode(3, "", None), samples=(), error="the agent failed")
-    log.write(map(SampleRecord.of, [failed, episode(2, "b", None), lost]), step=1)
+    log.write([SampleRecord.of(each).line() for each in [failed, episode(2, "b", None), lost]], step=1)
     log.close()
     judged = [(line["reward"], line.get("reason"), line["policy"], line["tokens"]) for line in lines(tmp_path / "samples.jsonl")]
     assert judged == [
@@ -67,12 +67,12 @@ def test_turns_that_the_policy_did_not_write_are_marked() -> None:
 
 def test_restoring_forgets_later_lines(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples.jsonl")
-    log.write([SampleRecord.of(episode(1, "a", None))], step=1)
+    log.write([SampleRecord.of(episode(1, "a", None)).line()], step=1)
     state = log.state()
-    log.write([SampleRecord.of(episode(2, "b", None))], step=2)
+    log.write([SampleRecord.of(episode(2, "b", None)).line()], step=2)
     log.close()
     log = SampleLog(tmp_path / "samples.jsonl")
     log.restore(state)
-    log.write([SampleRecord.of(episode(2, "c", None))], step=2)
+    log.write([SampleRecord.of(episode(2, "c", None)).line()], step=2)
     log.close()
     assert [line["text"] for line in lines(tmp_path / "samples.jsonl")] == ["a", "c"]

@@ -23,7 +23,7 @@ from tandem.trainer.fake import FakeLearner, FakeSource
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.loop import measured, train
 from tandem.trainer.plan import Plan, plan
-from tandem.trainer.workers import TrainWorker
+from tandem.trainer.workers import ModelWorker, TrainWorker
 from tandem.types import Message, Metric, Metrics, PolicyRef, Task
 from tests.trainer.world import LETTERS, TableEngine, TableRollout, World, world
 
@@ -42,7 +42,7 @@ async def run(
     source: Source, made_plan: Plan, learner: Learner, engine: TableEngine, rollout: TableRollout, steps: int
 ) -> Recorder:
     checkpoint, hooks = FakeCheckpoint(), Recorder()
-    await checkpoint.connect(engine, [rollout])
+    await checkpoint.connect(InlineGroup([ModelWorker(engine, FakeQueue())]), [rollout])
     await train(source, made_plan, learner, checkpoint, ListTracker(), hooks, steps=steps)
     return hooks
 
@@ -54,7 +54,7 @@ def run_world(made: World, steps: int) -> Recorder:
 def test_order_of_a_step() -> None:
     async def scenario() -> None:
         source, learner, checkpoint, hooks = FakeSource(), FakeLearner(), FakeCheckpoint(), Recorder()
-        await checkpoint.connect(TableEngine(), [])
+        await checkpoint.connect(InlineGroup([ModelWorker(TableEngine(), FakeQueue())]), [])
         tracker = ListTracker()
         policy = await train(source, Plan(()), learner, checkpoint, tracker, hooks, steps=2)
         step = ["batch", "training", "trained"]

@@ -245,6 +245,7 @@ def world(
         seed=seed,
         policy=policy or PolicyRef(),
         reads=planned.reads,
+        record=lambda episode: {"key": str(episode.key)},
         components=components,
         ahead=Plan(() if ahead is None else (ahead(queue),)),
     )

@@ -25,6 +25,7 @@ from tandem.recipe import DatasetSection, Recipe
 from tandem.rewards.model import ModelReward
 from tandem.rollout.native import NativeEngine
 from tandem.rollout.weights import copy_shards
+from tandem.track.samples import SampleRecord
 from tandem.train.config import TrainConfig
 from tandem.trainer import stages
 from tandem.trainer.dataset import Comparisons, DatasetSource, Demonstrations
@@ -172,6 +173,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
         seed=recipe.seed,
         policy=PolicyRef(),
         reads=planned.reads,
+        record=lambda episode: SampleRecord.of(episode).line(),
         ahead=ahead,
         components=_components(recipe, chosen, planned),
     )

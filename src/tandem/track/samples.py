@@ -53,36 +53,39 @@ class SampleRecord:
             reason=episode.error or (reward.reason if reward else ""),
         )
 
+    def line(self) -> dict[str, Json]:
+        """As it is written; what it does not have is left out."""
+        line: dict[str, Json] = {
+            "key": str(self.key),
+            "task": self.task,
+            "prompt": self.prompt,
+            "text": self.text,
+            "reward": self.reward,
+            "stop": self.stop,
+            "policy": str(self.policy) if self.policy else None,
+        }
+        extras: dict[str, Json] = {
+            "answer": self.answer,
+            "tokens": self.tokens,
+            "components": dict(self.components) or None,
+            "reason": self.reason or None,
+        }
+        return line | {name: value for name, value in extras.items() if value is not None}
+
 
 def _text(messages: Sequence[Message], plain: Role) -> str:
     return "\n".join(message.content if message.role == plain else f"[{message.role}] {message.content}" for message in messages)
 
 
 class SampleLog:
-    """Appends records to a file of JSON lines; what a record does not have is left out of its line."""
+    """Appends the lines of records to a file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
         self._log = AppendLog(path)
 
-    def write(self, records: Iterable[SampleRecord], step: int) -> None:
-        for record in records:
-            line: dict[str, Json] = {
-                "step": step,
-                "key": str(record.key),
-                "task": record.task,
-                "prompt": record.prompt,
-                "text": record.text,
-                "reward": record.reward,
-                "stop": record.stop,
-                "policy": str(record.policy) if record.policy else None,
-            }
-            extras: dict[str, Json] = {
-                "answer": record.answer,
-                "tokens": record.tokens,
-                "components": dict(record.components) or None,
-                "reason": record.reason or None,
-            }
-            self._log.append(line | {name: value for name, value in extras.items() if value is not None})
+    def write(self, lines: Iterable[Mapping[str, Json]], step: int) -> None:
+        for line in lines:
+            self._log.append({"step": step, **line})
 
     def state(self) -> dict[str, Json]:
         """Where the record stands, and it is durable up to there; see ports.Tracker."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from tandem.errors import RunError, StalenessError
@@ -30,7 +30,6 @@ class Intake:
         policy: PolicyRef,
         columns: frozenset[str] = frozenset({"tokens", "mask"}),
     ) -> None:
-        schedule.check_runnable()
         self.policy = policy
         self._queue = queue
         self.space = space
@@ -91,10 +90,19 @@ class Intake:
 
     async def advance(self, policy: PolicyRef) -> Metrics:
         """The batch was trained on and made `policy`. Raises RunError where there is none."""
-        await self._queue.ack(self._out())
+        lease = self._out()
+        await self._queue.ack(lease)
+        ages = [self.policy.version - sampler.version for sampler in lease.ref.policies if sampler is not None]
         self._lease = None
         self.policy = policy
-        return self._queue.metrics().prefixed("queue")
+        return self._queue.metrics().prefixed("queue") + self._staleness(ages)
+
+    def _staleness(self, ages: Sequence[int]) -> Metrics:
+        """Of the rows that were trained on: versions between the oldest policy that sampled in a row and the one trained."""
+        if not ages:
+            return Metrics()
+        counts = {f"rows_of_age_{age}": ages.count(age) for age in range(self._schedule.worst_age + 1)}
+        return (Metrics.sum(counts) + Metrics.mean({"mean": sum(ages) / len(ages)}, len(ages))).prefixed("staleness")
 
     def _out(self) -> Lease:
         if self._lease is None:

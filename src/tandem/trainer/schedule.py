@@ -26,14 +26,13 @@ Placement = Literal["colocated", "separate"]
 @dataclass(frozen=True)
 class Schedule:
     """placement: whether rollout and training take turns on the same devices. staleness: k.
-    interrupt: new weights reach running episodes. lend: idle trainers generate.
+    interrupt: new weights reach running episodes.
     """
 
     mode: Mode
     placement: Placement
     staleness: int
     interrupt: bool
-    lend: bool = False
 
     @property
     def window(self) -> int:
@@ -49,10 +48,13 @@ class Schedule:
         """Groups admitted and not yet consumed, at most: the room that a queue needs."""
         return (self.staleness + 1) * groups_per_step
 
-    def check_runnable(self) -> None:
-        """Raises ConfigError for a mode that is described here and not built yet."""
-        if self.mode != "sync":
-            raise ConfigError(f"trainer.mode={self.mode} is planned and not built yet: this version runs trainer.mode=sync only")
+    def check_runnable(self, *, one_process: bool) -> None:
+        """Raises ConfigError for a mode that the runtime cannot give. one_process: that rollout and training share."""
+        if self.placement == "separate" and one_process:
+            raise ConfigError(
+                f"trainer.mode={self.mode} trains and generates at the same time, which one process cannot: add runtime=process, "
+                f"or use trainer.mode=colocate_async, where they take turns"
+            )
 
 
 def schedule(mode: Mode, staleness: int | None = None) -> Schedule:
@@ -66,5 +68,4 @@ def schedule(mode: Mode, staleness: int | None = None) -> Schedule:
         raise ConfigError(
             f"trainer.staleness={k} contradicts trainer.mode={mode}, where it is at least 1; for 0 use trainer.mode=sync"
         )
-    separate = mode == "separate_async"
-    return Schedule(mode, "separate" if separate else "colocated", staleness=k, interrupt=True, lend=separate)
+    return Schedule(mode, "separate" if mode == "separate_async" else "colocated", staleness=k, interrupt=True)

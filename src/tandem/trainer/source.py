@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 
@@ -84,13 +84,20 @@ class _Cohort:
         return [episode for episode in self.judged if episode.reward is None or episode.reward.ok]
 
 
+class _Done(NamedTuple):
+    """Of a group whose rows are in the queue: what is logged with the step that trains on it."""
+
+    records: list[dict[str, Json]]
+    metrics: Metrics
+
+
 class RolloutSource:
     """Implements ports.Source. One iteration at a time; see the module's docstring.
 
     ahead: stages that run on groups as they are put, while others are sampled; a batch has their columns.
     reward: None where nobody judges, and column `rewards` is not given. reads: the columns that the plan and the update read; of
     those in `costly` only these are made. components: the names of column `reward_components`, in order; each reward must have
-    them.
+    them. record: of an episode, for people, from when its group is put.
     """
 
     costly: ClassVar[frozenset[str]] = frozenset({"reward_baselines", "reward_components"})
@@ -115,6 +122,7 @@ class RolloutSource:
         seed: int,
         policy: PolicyRef,
         reads: frozenset[str],
+        record: Callable[[Episode], dict[str, Json]],
         ahead: Plan = NOTHING,
         components: Sequence[str] = (),
         space: str = "train",
@@ -123,7 +131,7 @@ class RolloutSource:
         self._make_llm, self._params, self._seed = make_llm, params, seed
         self._queue, self._engines = queue, tuple(engines)
         self._schedule, self._config = schedule, config
-        self._reads, self._components = reads, tuple(components)
+        self._reads, self._components, self._record = reads, tuple(components), record
         self._min_episodes = algorithm.min_episodes
         self._keep = keep_function(algorithm.keep) if algorithm.keep is not None else None
         self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}")
@@ -132,9 +140,9 @@ class RolloutSource:
         self._running: set[GroupKey] = set()  # admitted, and neither put nor dropped
         self._tally = _Tally()
         self._metrics = Metrics()
-        self._judged: dict[GroupKey, list[Episode]] = {}  # of groups that are put and not consumed
-        self.consumed: tuple[Episode, ...] = ()
-        """Episodes of the batch that was trained on last, in key order: for records. Rows of a restored queue have none."""
+        self._done: dict[GroupKey, _Done] = {}  # of groups that are put and not consumed
+        self.consumed: tuple[Mapping[str, Json], ...] = ()
+        """Records of the episodes of the batch that was trained on last, in key order."""
 
     @property
     def policy(self) -> PolicyRef:
@@ -156,8 +164,9 @@ class RolloutSource:
     async def advance(self, policy: PolicyRef) -> Metrics:
         metrics, self._metrics = self._metrics, Metrics()
         groups = self._intake.leased.groups
-        self.consumed = tuple(episode for group in groups for episode in self._judged.pop(group, ()))
-        return metrics + await self._intake.advance(policy)
+        done = [self._done.pop(group) for group in groups]
+        self.consumed = tuple(record for each in done for record in each.records)
+        return sum((each.metrics for each in done), metrics) + await self._intake.advance(policy)
 
     @asynccontextmanager
     async def training(self) -> AsyncGenerator[None]:
@@ -176,12 +185,24 @@ class RolloutSource:
     def state(self) -> dict[str, Json]:
         """To be read right after the queue's `save`, with nothing awaited in between: the two belong together."""
         running: list[Json] = [group.ordinal for group in sorted(self._running)]
-        return {**self._intake.state(), "running": running, "tally": self._tally.state()}
+        done: list[Json] = [[group.ordinal, [*each.records], each.metrics.state()] for group, each in self._done.items()]
+        return {
+            **self._intake.state(),
+            "running": running,
+            "done": done,
+            "metrics": self._metrics.state(),
+            "tally": self._tally.state(),
+        }
 
     def restore(self, state: Mapping[str, Json]) -> None:
         """Groups that were running start again: the restored queue holds their places, their keys their randomness."""
         self._intake.restore(state)
         self._running = {GroupKey(self._intake.space, ordinal) for ordinal in cast("list[int]", state["running"])}
+        done = cast("list[tuple[int, list[dict[str, Json]], dict[str, Json]]]", state["done"])
+        self._done = {
+            GroupKey(self._intake.space, ordinal): _Done(records, Metrics.restored(metrics)) for ordinal, records, metrics in done
+        }
+        self._metrics = Metrics.restored(cast("Mapping[str, Json]", state["metrics"]))
         self._tally = _Tally.restored(cast("Mapping[str, Json]", state["tally"]))
 
     # ------------------------------------------------------------------------------------------ admission
@@ -233,13 +254,16 @@ class RolloutSource:
         # From here to the end no other task runs, so a snapshot sees the group either running or done.
         for place, reason in outcome.dropped.items():
             await self._queue.drop([place], reason)
-        if outcome.kept:
-            await self._queue.put(self._rows(outcome.kept, greedy))
-            self._judged[group] = cohort.judged
-        self._running.discard(group)
-        self._metrics += group_metrics(cohort.episodes, cohort.judged, outcome)
+        metrics = group_metrics(cohort.episodes, cohort.judged, outcome)
         if greedy is not None:
-            self._metrics += _greedy_metrics(greedy)
+            metrics += _greedy_metrics(greedy)
+        if outcome.kept:
+            rows, of_shaping = self._rows(outcome.kept, greedy)
+            await self._queue.put(rows)
+            self._done[group] = _Done([self._record(episode) for episode in cohort.judged], metrics + of_shaping)
+        else:
+            self._metrics += metrics
+        self._running.discard(group)
         self._tally.count(group, cohort, greedy, outcome)
         if not outcome.kept:
             self._intake.give_back()
@@ -265,8 +289,8 @@ class RolloutSource:
             judged = with_rewards(task, judged, await self._reward(task, judged), self._components)
         return _Cohort(episodes, judged, dropped)
 
-    def _rows(self, kept: Sequence[Episode], greedy: _Cohort | None) -> DataProto:
-        """The rows of a group, with the columns that are read."""
+    def _rows(self, kept: Sequence[Episode], greedy: _Cohort | None) -> tuple[DataProto, Metrics]:
+        """The rows of a group, with the columns that are read, and what shaping did to them."""
         credited = self._shaped(kept)
         rows, more = episode_rows(credited, self._config.stops), dict[str, torch.Tensor]()
         if greedy is not None:
@@ -274,9 +298,8 @@ class RolloutSource:
             more["reward_baselines"] = torch.full((len(rows),), baseline)
         if "reward_components" in self._reads:
             more["reward_components"] = reward_components(credited, self._components)
-        if self._config.shaping.on:
-            self._metrics += shaping_metrics(kept, credited)
-        return rows.with_columns(row=more)
+        metrics = shaping_metrics(kept, credited) if self._config.shaping.on else Metrics()
+        return rows.with_columns(row=more), metrics
 
     def _shaped(self, episodes: Sequence[Episode]) -> list[Episode]:
         return shaped(episodes, self._config.shaping, max_tokens=self._params.max_tokens)

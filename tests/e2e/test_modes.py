@@ -1,0 +1,90 @@
+"""The asynchronous modes on the same loop: how old samples are, and that none is lost or repeated where a run is killed.
+
+What such a run samples depends on timing; what it must keep does not: groups are trained on once and in the order of their
+admission, and none is older than the staleness says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import REWARD, forked, read_lines, tandem, write_recipe
+
+STEPS, GROUPS, SIZE = 6, 2, 4
+SLOW = REWARD.replace("def digits", "import time\n\ndef digits").replace("    return", "    time.sleep(0.1)\n    return")
+"""One group at a time is judged, so that others wait for it while a step is trained and a snapshot made."""
+
+MODES = {
+    "colocate_async": ("trainer.mode=colocate_async",),
+    "separate_async": ("trainer.mode=separate_async", "runtime=process", "runtime.pools={trainer: 1}"),
+}
+
+
+def command(directory: Path, mode: str, *more: str) -> list[str]:
+    return [
+        *("train", str(write_recipe(directory, reward=SLOW)), f"run.dir={directory / 'run'}", f"trainer.steps={STEPS}"),
+        *("algorithm.correction=token_tis", *MODES[mode], *more),
+    ]
+
+
+def check(run: Path, staleness: int) -> None:
+    """Each step once, each group once and in order, nothing older than allowed, and the oldest as old as that."""
+    lines = [line for line in read_lines(run / "metrics.jsonl") if "train/loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    samples = [
+        (line["step"], *map(int, line["key"].removeprefix("train:").split("."))) for line in read_lines(run / "samples.jsonl")
+    ]
+    expected = [(1 + ordinal // GROUPS, ordinal, member, 0) for ordinal in range(STEPS * GROUPS) for member in range(SIZE)]
+    assert samples == expected
+    ages = range(staleness + 1)
+    for line in lines:
+        counts = [line[f"staleness/rows_of_age_{age}"] for age in ages]
+        assert sum(counts) == GROUPS * SIZE
+        assert f"staleness/rows_of_age_{staleness + 1}" not in line
+        assert line["staleness/mean"] == pytest.approx(
+            sum(age * count for age, count in zip(ages, counts, strict=True)) / sum(counts)
+        )
+        assert "reward/mean" in line
+        if counts[0] == sum(counts):
+            assert line["mismatch/max"] == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_mode_overlaps_within_its_staleness(mode: str, staleness: int, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert forked(command(tmp_path, mode, f"trainer.staleness={staleness}"), log) == 0, log.read_text()
+    check(tmp_path / "run", staleness)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert sum(line.get("staleness/rows_of_age_1", 0) for line in lines) > 0, "something was sampled ahead"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "point",
+    ["snapshot.part.queue:4", "queue.in_save:5", "rollout.before_put:9", "log.samples.during:14", "snapshot.after_rename:6"],
+)
+def test_a_killed_run_loses_nothing_and_repeats_nothing(mode: str, point: str, tmp_path: Path) -> None:
+    """Killed while others are under way, and while a snapshot of them is made."""
+    arguments, log = command(tmp_path, mode), tmp_path / "log"
+    assert forked(arguments, log, crash_at=point) == -9, log.read_text()
+    assert forked([*arguments, "--resume"], log) == 0, log.read_text()
+    check(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["trainer.mode=separate_async"], "add runtime=process"),
+        (["trainer.mode=colocate_async", "trainer.staleness=0"], "for 0 use trainer.mode=sync"),
+        (["trainer.staleness=1"], "contradicts trainer.mode=sync"),
+    ],
+)
+def test_a_mode_that_cannot_be_is_refused(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tandem("train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}", *arguments) == 2
+    assert complaint in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
