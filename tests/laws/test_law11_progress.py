@@ -91,7 +91,7 @@ async def _wait_by_the_clock(self: MemoryQueue, look: Callable[[], Any], who: Ca
     try:
         async with asyncio.timeout(self._config.stall_limit_s):
             while (found := look()) is None:
-                await self._changed.wait()
+                await self._next_change.wait()
     except TimeoutError:
         raise StalledError(who()) from None
     return found
