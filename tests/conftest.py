@@ -1,8 +1,14 @@
-"""Settings of the whole suite. Hypothesis: no deadline, since a busy machine is no bug; the same examples every time."""
+"""Settings of the whole suite. Hypothesis: no deadline, since a busy machine is no bug; the same examples every time.
+
+Ray: no tokens, since whether a process asks for one depends on what Ray has left behind in the home directory.
+"""
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import settings
 
+os.environ["RAY_AUTH_MODE"] = "disabled"
 settings.register_profile("tandem", deadline=None, derandomize=True, report_multiple_bugs=False)
 settings.load_profile("tandem")

@@ -42,6 +42,10 @@ _PLACE_LIMIT_S = 30.0  # that other users of a cluster have to leave room
 _START_LIMIT_S = 120.0
 _ASK_LIMIT_S = 2.0  # that an actor has to say where it stands, or what a log says
 _DUMP_S = 0.2
+_STRANGER = (
+    "Ray lets go of the actors of a process whose token it does not know: RAY_AUTH_MODE must be the same here as where the cluster "
+    "was started (unset, it is token for who has a file ~/.ray/auth_token)"
+)
 _KILL_LIMIT_S = 10.0
 
 cloudpickle.register_pickle_by_value(keeper)
@@ -242,7 +246,8 @@ class _RayPool(Pool[_Actor]):
                 f"pool {pool.name!r}: its {pool.ranks} actors did not start within {_START_LIMIT_S:g} s: is a node short of memory?"
             ) from None
         except RayError as error:
-            raise WorkerError(f"pool {pool.name!r}: an actor did not start: {error}") from error
+            stranger = f". {_STRANGER}" if "never ran" in str(error) else ""
+            raise WorkerError(f"pool {pool.name!r}: an actor did not start: {' '.join(str(error).split())}{stranger}") from error
         for actor, place, log, (_, its_keeper) in zip(self._actors, places, logs, self._bundles, strict=True):
             self._add(_Actor(actor, actor.live.remote(), place, log, its_keeper))
         for listener in self._listeners:
