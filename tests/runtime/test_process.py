@@ -108,6 +108,17 @@ def test_a_worker_that_is_killed_in_a_collective_is_the_error_and_not_what_its_p
     run(use, ranks=3, collectives=True)
 
 
+def test_calls_that_are_under_way_together_meet_in_one_order_on_all_ranks(run: Callable[..., None]) -> None:
+    """Small arguments arrive before large ones that were sent earlier, and not on every rank alike."""
+
+    async def use(group: PoolGroup) -> None:
+        sent = [torch.full((1 << 20 if number % 3 else 2,), float(number)) for number in range(30)]
+        found = await asyncio.wait_for(asyncio.gather(*(group.call(Worker.add_first, values) for values in sent)), 60)
+        assert found == [2.0 * number for number in range(30)]
+
+    run(use, collectives=True)
+
+
 def test_ranks_that_have_met_can_meet_again_in_new_groups(run: Callable[..., None]) -> None:
     async def use(group: PoolGroup) -> None:
         for _ in range(2):

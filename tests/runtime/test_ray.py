@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,17 @@ def test_collectives_meet_and_a_death_in_one_is_the_error_and_not_what_its_peers
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(WorkerError, match=rf"rank 1 \(process {pids[1]} .*died"):
             await asyncio.wait_for(adding, 10)
+
+    run(use, collectives=True)
+
+
+def test_calls_that_are_under_way_together_meet_in_one_order_on_all_ranks(run: Callable[..., None]) -> None:
+    """Small arguments arrive before large ones that were sent earlier, and not on every rank alike."""
+
+    async def use(group: PoolGroup) -> None:
+        sent = [torch.full((1 << 20 if number % 3 else 2,), float(number)) for number in range(30)]
+        found = await asyncio.wait_for(asyncio.gather(*(group.call(Worker.add_first, values) for values in sent)), 60)
+        assert found == [2.0 * number for number in range(30)]
 
     run(use, collectives=True)
 
@@ -269,7 +281,7 @@ def test_what_the_cluster_does_not_have_is_refused_before_anything_starts(tmp_pa
             monkeypatch.setattr("tandem.runtime.ray._PLACE_LIMIT_S", 0.5)
             text = await refused(ResourcePool("trainer", 2))
         assert "trainer 2 x (1 cores, 0 devices)" in text
-        assert "1 CPU" in text
+        assert re.search(r"[01] CPU, .* are free", text), text  # Ray counts what the last ones had a moment longer
         assert not (tmp_path / "none").exists()
 
     asyncio.run(main())

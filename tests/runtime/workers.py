@@ -102,6 +102,13 @@ class Worker:
         return tensor.item()
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def add_first(self, values: torch.Tensor) -> float:
+        """The first of the values, added up over the ranks."""
+        tensor = values[:1].clone()
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
     async def sleep_and_add(self, rank: int) -> float:
         """One rank sleeps while the others wait for it in a collective."""
         if self.rank.index == rank:

@@ -14,9 +14,10 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -162,13 +163,14 @@ def _bundle(pool: ResourcePool, kind: Kind) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Actor:
-    """A WorkerActor. living: its call that ends with it."""
+    """A WorkerActor. living: its call that ends with it. numbers: of the orders that it gets."""
 
     actor: Actor
     living: Ref
     place: Place
     log: Path
     keeper: Actor
+    numbers: Iterator[int] = field(default_factory=count)
 
     def __str__(self) -> str:
         return f"rank {self.place.seat.rank} (process {self.place.pid} on {self.place.seat.node})"
@@ -262,7 +264,7 @@ class _RayPool(Pool[_Actor]):
         distinct = {id(order): order for order in orders}
         handed = dict(zip(distinct, await asyncio.gather(*(stored(packed(order)) for order in distinct.values())), strict=True))
         calls = zip(self._members, [handed[id(order)] for order in orders], strict=False)
-        return [asyncio.ensure_future(result(member.actor.obey.remote(*value))) for member, value in calls]
+        return [asyncio.ensure_future(result(member.actor.obey.remote(next(member.numbers), *value))) for member, value in calls]
 
     async def _kill(self) -> str:
         for actor in self._actors:

@@ -53,9 +53,19 @@ class WorkerActor:
         devices = tuple(name for names in ray.get_runtime_context().get_accelerator_ids().values() for name in names)
         self._seat = Seat(pool.name, rank, pool.cores, kind, devices, platform.node())
         self._worker: Worker | None = None
+        self._arrivals = asyncio.Condition()
+        self._next = 0  # the number of the order that begins next
 
-    async def obey(self, value: Any, *kept: Bytes) -> Answer:
-        """Carries out an order, in the thread of the workers."""
+    async def obey(self, number: int, value: Any, *kept: Bytes) -> Answer:
+        """Carries out an order, in the thread of the workers. Orders begin by their numbers, from 0 on, without a gap.
+
+        Ray begins a call when its arguments have come, and so not in the order in which calls were made: ranks that meet in
+        collectives would wait for each other in different calls.
+        """
+        async with self._arrivals:
+            await self._arrivals.wait_for(lambda: number == self._next)
+            self._next += 1
+            self._arrivals.notify_all()
         self._worker = self._worker or Worker(self._seat)
         try:
             return await answer(self._worker.obey(unpacked(received(value, kept))))
