@@ -171,9 +171,20 @@ def test_workers_that_die_at_a_point_lose_nothing(point: str, straight: dict[str
     assert_same(trained(run, *PPO, PROCESS, "--resume"), straight)
 
 
-def test_one_rank_that_is_killed_is_named_within_seconds_and_nothing_is_lost(straight: dict[str, Any], tmp_path: Path) -> None:
-    """In the middle of whatever it does."""
+@pytest.mark.parametrize(
+    ("runtime", "end"),
+    [
+        ("process", "was killed by SIGKILL, and its peers were ended"),
+        pytest.param("ray", "died (Ray: ", marks=[pytest.mark.ray, pytest.mark.slow]),
+    ],
+)
+def test_one_rank_that_is_killed_is_named_within_seconds_and_nothing_is_lost(
+    runtime: str, end: str, straight: dict[str, Any], tmp_path: Path
+) -> None:
+    """In the middle of whatever it does. What two ranks compute has the same bits wherever they are."""
     run, log = tmp_path / "run", tmp_path / "log"
+    there = {"RAY_ADDRESS": cluster().address} if runtime == "ray" else {}
+    arguments = [*PPO, f"runtime={runtime}"]
     killed: list[float] = []
 
     def kill() -> None:
@@ -186,16 +197,16 @@ def test_one_rank_that_is_killed_is_named_within_seconds_and_nothing_is_lost(str
 
     killer = threading.Thread(target=kill)
     killer.start()
-    code = forked(["train", str(write_recipe(tmp_path)), f"run.dir={run}", *PPO, PROCESS], log)
+    code = forked(["train", str(write_recipe(tmp_path)), f"run.dir={run}", *arguments], log, environment=there)
     ended = time.monotonic()
     killer.join()
     assert code == 1, log.read_text()
     assert ended - killed[0] < 10
     said = " ".join(log.read_text().split())
     assert "rank 1 (process" in said
-    assert "was killed by SIGKILL, and its peers were ended" in said
+    assert end in said
     assert not holders(run / "logs" / "trainer-0.log")
-    assert_same(trained(run, *PPO, PROCESS, "--resume"), straight)
+    assert_same(trained(run, *arguments, "--resume", environment=there), straight)
 
 
 def holders(log: Path) -> list[int]:
