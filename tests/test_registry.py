@@ -101,6 +101,6 @@ def test_files_that_do_not_import(own: Callable[[str, str], None], text: str, ex
 
 def test_a_missing_package_of_an_extra_is_named(own: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     own("adapter.py", "import no_such_engine\n")
-    requirements = ["torch>=2", "no-such.engine<3,>=2; extra == 'engine'"]
+    requirements = ["torch>=2", *(f"no-such.engine<3,>=2; extra == '{extra}'" for extra in ("check", "test", "engine"))]
     monkeypatch.setattr(metadata, "requires", lambda name: requirements)
     assert message("adapter.py:Engine").endswith("which is not installed: pip install 'tandem-rl[engine]'")

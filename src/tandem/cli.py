@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from tandem import __version__
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, StalledError, TandemError, WorkerError
 
 if TYPE_CHECKING:
     from tandem.config import Resolved
@@ -71,6 +71,8 @@ def _known(error: BaseException) -> BaseException | None:
 def _say(error: BaseException, invocation: _Invocation) -> int:
     resume = f"; go on with: {invocation.resume}" if invocation.resume else ""
     match error:
+        case WorkerError() | StalledError():
+            message, code = f"{error}{resume}", error.exit_code
         case TandemError():
             message, code = str(error), error.exit_code
         case OSError(errno=errno.ENOSPC):

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from tandem import device
 from tandem.assemble.model import Model, build_model
-from tandem.assemble.phases import Phase, algorithm, first_trained, from_dataset, main_phase, warmup_phase
+from tandem.assemble.phases import Phase, algorithm, first_trained, from_dataset, main_phase, memory, warmup_phase
 from tandem.assemble.roles import merged
 from tandem.assemble.rollout import Rollout, open_rollout
 from tandem.assemble.tasks import build_dataset
@@ -42,7 +42,6 @@ from tandem.checkpoint.wire import whole_shards, wire_hash
 from tandem.config import Resolved, dump, flatten
 from tandem.durable import attempt, write_whole
 from tandem.errors import ConfigError
-from tandem.models.decoder import Decoder
 from tandem.ports import Dataset, WorkerGroup
 from tandem.recipe import DatasetSection, Recipe, load_recipe
 from tandem.runtime.placement import RuntimeConfig
@@ -140,7 +139,10 @@ def _open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, c
     with attempt(f"make the directory {directory}", directory):
         directory.mkdir(parents=True, exist_ok=True)
     with _alone(directory):
-        write_whole(config, dump(resolved))
+        if resume and _steps_done(resolved.value) >= resolved.value.trainer.steps:
+            console.print(f"all {resolved.value.trainer.steps} steps are done: nothing is left to train", markup=False)
+        else:
+            write_whole(config, dump(resolved))
         yield
 
 
@@ -173,7 +175,7 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
         phase = main_phase(recipe, model, rollout, directory / "logs")
         first = warmup_phase(recipe, model, directory / "warmup" / "logs") if recipe.warmup is not None else None
         initial, copies = directory / "initial", phase.roles.copies
-        if resume and copies and _has_begun(recipe) and not initial.is_dir():
+        if resume and copies and _steps_done(recipe) and not initial.is_dir():
             raise ConfigError(
                 f"{copies[0].name} would be a copy of the policy as the run began, and {initial} is not there: resume the run "
                 f"with the algorithm.* that it had, or begin another one"
@@ -202,10 +204,11 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
         _finish(recipe, main, directory, console)
 
 
-def _has_begun(recipe: Recipe) -> bool:
-    """Whether there is a snapshot of the main phase to go on from."""
+def _steps_done(recipe: Recipe) -> int:
+    """By the last good snapshot of the main phase; 0 where there is none to go on from."""
     path = recipe.run.directory / "snapshots"
-    return path.is_dir() and SnapshotStore(path, recipe.snapshots, device.fingerprint()).latest() is not None
+    found = SnapshotStore(path, recipe.snapshots, device.fingerprint()).latest() if path.is_dir() else None
+    return 0 if found is None else found.step
 
 
 def _heldout(recipe: Recipe) -> Dataset | None:
@@ -470,27 +473,13 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
         for phase in phases:
             first = f"{phase.ahead}, as groups complete; " if phase.ahead.stages else ""
             steps = f"{phase.name:<8} {phase.steps} steps of {phase.algorithm.name}"
-            console.print(f"{steps}: {first}{phase.plan} -> update", markup=False)
+            console.print(f"{steps}: {first}{phase.plan} -> update", markup=False, soft_wrap=True)
             for role in phase.roles.all:
-                console.print(f"model    {role.describe()}", markup=False)
-    for name, size in _memory(recipe, phases[-1]).items():
+                console.print(f"model    {role.describe()}", markup=False, soft_wrap=True)
+    for name, size in memory(recipe, phases[-1]).items():
         console.print(f"memory   {name:<24} {size / 2**20:10,.1f} MiB", highlight=False)
     for line in phases[-1].workers.describe().splitlines():
         console.print(f"place    {line}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"place    rewards in processes of their own; all else here, on the CPU, {recipe.run.threads} thread(s)")
-
-
-def _memory(recipe: Recipe, phase: Phase) -> dict[str, int]:
-    """Bytes of what lasts from step to step; activations of one micro-batch come on top."""
-    decoder = phase.model.decoder
-    config, (weights, trained) = decoder.config, (4 * count for count in phase.model.sizes)
-    beside = [(role, role.model.num_parameters * 4) for role in phase.roles.all]
-    generates = isinstance(decoder, Decoder)
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.dtype.itemsize if generates else 0
-    return {
-        "weights": weights,
-        "gradients": trained,
-        "AdamW moments": 2 * trained,
-        **{role.name: size * (1 if role.objective is None else 4) for role, size in beside},  # with gradients and moments
-        "rollout KV cache": cache * recipe.engine.slots * recipe.engine.max_context,
-    }
+    console.print(
+        f"place    rewards in processes of their own; all else here, on the CPU, {recipe.run.threads} thread(s)", soft_wrap=True
+    )

@@ -20,6 +20,7 @@ from types import ModuleType
 
 from tandem.errors import RegistryError
 
+_OF_DEVELOPERS = ("test", "check")  # extras that bring everything
 _DISTRIBUTION = "tandem-rl"
 # What top-level code of a module raises when something in it is wrong; the module is the user's as often as ours.
 _IMPORT_FAILURES = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError, OSError)
@@ -103,10 +104,13 @@ def _install(module: str) -> str:
         requirements = metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         requirements = []
+    extras: list[str] = []
     for requirement in requirements:
         package, extra = re.match(r"[\w.-]+", requirement), re.search(r"extra == ['\"]([\w.-]+)['\"]", requirement)
-        if package and extra and _normal(package[0]) == wanted:
-            return f"pip install '{_DISTRIBUTION}[{extra[1]}]'"
+        if package and extra and _normal(package[0]) == wanted and extra[1] not in _OF_DEVELOPERS:
+            extras.append(extra[1])
+    if extras:
+        return f"pip install '{_DISTRIBUTION}[{extras[0]}]'"
     return f"install the package that provides {module!r}"
 
 

@@ -216,6 +216,19 @@ def test_an_earlier_run_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
+def test_a_run_that_is_done_says_so_and_keeps_the_values_that_it_had(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    arguments = ("train", str(write_recipe(tmp_path)), f"run.dir={run}", "trainer.steps=2", "warmup=null", "train.lr=0.5")
+    assert tandem(*arguments, "--resume") == 0
+    assert "all 2 steps are done: nothing is left to train" in capsys.readouterr().out
+    assert (run / "config.yaml").read_text() == config
+    assert tandem(*arguments, "trainer.steps=3", "--resume") == 0
+    assert "lr: 0.5" in (run / "config.yaml").read_text()
+
+
 def test_a_full_disk_while_a_snapshot_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

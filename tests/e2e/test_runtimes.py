@@ -205,6 +205,7 @@ def test_one_rank_that_is_killed_is_named_within_seconds_and_nothing_is_lost(
     said = " ".join(log.read_text().split())
     assert "rank 1 (process" in said
     assert end in said
+    assert f"go on with: tandem train {tmp_path / 'tiny.yaml'} run.dir={run}" in said
     assert not holders(run / "logs" / "trainer-0.log")
     assert_same(trained(run, *arguments, "--resume", environment=there), straight)
 

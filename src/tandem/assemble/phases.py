@@ -319,3 +319,19 @@ def _dataset_phase(
         engines=engines,
         heldout=measured,
     )
+
+
+def memory(recipe: Recipe, phase: Phase) -> dict[str, int]:
+    """Bytes of what lasts from step to step; activations of one micro-batch come on top."""
+    decoder = phase.model.decoder
+    config, (weights, trained) = decoder.config, (4 * count for count in phase.model.sizes)
+    beside = [(role, role.model.num_parameters * 4) for role in phase.roles.all]
+    generates = isinstance(decoder, Decoder)
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.dtype.itemsize if generates else 0
+    return {
+        "weights": weights,
+        "gradients": trained,
+        "AdamW moments": 2 * trained,
+        **{role.name: size * (1 if role.objective is None else 4) for role, size in beside},  # with gradients and moments
+        "rollout KV cache": cache * recipe.engine.slots * recipe.engine.max_context,
+    }
