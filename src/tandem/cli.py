@@ -210,7 +210,10 @@ def export(run: Path, directory: Path, step: int | None, best: bool, role: str) 
 
     recipe = replace(resolved.value, run=replace(resolved.value.run, dir=run))
     which = "best" if best else "latest" if step is None else step
-    click.echo(f"{role} of {write(recipe, which, role, directory).path} is in {directory}")
+    snapshot = write(recipe, which, role, directory)
+    for warning in snapshot.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    click.echo(f"{role} of {snapshot.path} is in {directory}")
 
 
 @tandem.command()

@@ -112,7 +112,15 @@ def _open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, c
     if resume:
         if not config.is_file():
             raise ConfigError(f"there is no run in {directory} to resume (no config.yaml): leave --resume out to begin one")
-        earlier = dict(flatten(load_recipe(config, ()).value))
+        before = load_recipe(config, ()).value
+        earlier = dict(flatten(before))
+        was, now = (schedule(each.trainer.mode, each.trainer.staleness) for each in (before, resolved.value))
+        if now.staleness < was.staleness:
+            raise ConfigError(
+                f"{directory} may hold samples that are {was.staleness} versions old, and trainer.mode={now.mode} with "
+                f"staleness {now.staleness} cannot train on them: resume with trainer.mode={was.mode} "
+                f"trainer.staleness={was.staleness}, or more"
+            )
         changes = {
             leaf: value for leaf, value in flatten(resolved.value) if earlier.get(leaf) != value and not leaf.startswith("run.")
         }

@@ -450,7 +450,7 @@ class Runtime(Protocol):
 class Learner(Protocol):
     """The WorkerGroups of the roles that are trained behind one call."""
 
-    async def update(self, batch: BatchRef) -> Metrics: ...
+    async def update(self, batch: BatchRef, policy: PolicyRef) -> Metrics: ...  # policy: the one that is trained
 
 
 class Source(Protocol):

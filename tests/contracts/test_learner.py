@@ -11,7 +11,7 @@ import pytest
 from tandem.ports import Learner, Source
 from tandem.trainer.fake import FakeLearner, FakeSource
 from tandem.trainer.plan import Plan
-from tandem.types import Metrics
+from tandem.types import Metrics, PolicyRef
 from tests.trainer.world import world
 
 
@@ -32,7 +32,7 @@ def test_a_learner_trains_on_a_handle_and_returns_named_metrics(make: Make) -> N
         async with aclosing(aiter(source)) as batches:
             batch = await anext(batches)
             await plan.run(batch)
-            return await learner.update(batch)
+            return await learner.update(batch, PolicyRef())
 
     metrics = asyncio.run(scenario())
     assert "train/loss" in metrics

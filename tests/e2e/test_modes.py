@@ -80,6 +80,7 @@ def test_a_killed_run_loses_nothing_and_repeats_nothing(mode: str, point: str, t
         (["trainer.mode=separate_async"], "add runtime=process"),
         (["trainer.mode=colocate_async", "trainer.staleness=0"], "for 0 use trainer.mode=sync"),
         (["trainer.staleness=1"], "contradicts trainer.mode=sync"),
+        (["trainer.mode=colocate_async", "trainer.staleness=9999"], "queue.max_groups=4096 is below the 20000 groups"),
     ],
 )
 def test_a_mode_that_cannot_be_is_refused(
@@ -88,3 +89,22 @@ def test_a_mode_that_cannot_be_is_refused(
     assert tandem("train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}", *arguments) == 2
     assert complaint in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_critic_is_trained_alone_for_as_many_steps_as_it_says(tmp_path: Path) -> None:
+    """Of the run, however old the samples are."""
+    critic = ("algorithm=ppo", "critic.warmup_steps=2", "trainer.staleness=2")
+    assert forked(command(tmp_path, "colocate_async", *critic), tmp_path / "log") == 0, (tmp_path / "log").read_text()
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "critic/loss" in line]
+    assert ["train/loss" in line for line in lines] == [False] * 2 + [True] * (STEPS - 2)
+
+
+def test_a_run_is_not_resumed_with_less_staleness_than_its_samples_may_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = command(tmp_path, "colocate_async", "trainer.staleness=2", "trainer.steps=3")
+    assert forked(arguments, tmp_path / "log") == 0, (tmp_path / "log").read_text()
+    for less in (("trainer.mode=sync", "trainer.staleness=null"), ("trainer.staleness=1",)):
+        assert tandem(*arguments, *less, "trainer.steps=4", "--resume") == 2
+        assert "resume with trainer.mode=colocate_async trainer.staleness=2, or more" in " ".join(capsys.readouterr().err.split())
+    assert tandem(*arguments, "trainer.staleness=3", "trainer.steps=4", "--resume") == 0

@@ -84,7 +84,7 @@ async def _update(data: DataProto, config: LearnerConfig) -> Metrics:
         await queue.reserve(key.group, 1)
     await queue.put(data)
     learner = MinibatchLearner([Trained(InlineGroup([TrainWorker(TableEngine(), queue, configure("sft"))]))], config, seed=0)
-    return await learner.update(data.ref())
+    return await learner.update(data.ref(), PolicyRef())
 
 
 def masked_rows(num: int) -> DataProto:
@@ -114,7 +114,7 @@ def check_masking_does_not_empty_a_batch_unseen() -> None:
         async with aclosing(aiter(made.source)) as batches:
             batch = await anext(batches)
             await made.plan.run(batch)
-            await made.learner.update(batch)
+            await made.learner.update(batch, PolicyRef())
 
     refused(EmptyBatchError, lambda: asyncio.run(step()))
 

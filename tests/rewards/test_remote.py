@@ -100,6 +100,7 @@ def test_a_value_is_a_number_alone_or_with_its_parts(judge: Judge, said: str, ex
         ('{"failed": "no tests"}', "could not judge it: 'no tests'"),
         ("NaN", "answered 'NaN' where a finite number must be"),
         ("1e999", "answered 'Infinity' where a finite number must be"),
+        ("1e300", "answered '1e+300' where a finite number must be"),
         ("1" + "0" * 400, "where a finite number must be"),
         ("null", "answered 'null' where a finite number must be"),
         ('"good"', "answered 'good' where a finite number must be"),

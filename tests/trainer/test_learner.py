@@ -45,7 +45,7 @@ def update(
         engine = TableEngine()
         worker = TrainWorker(engine, queue, algorithm, ranks=averaged)
         learner = MinibatchLearner([Trained(InlineGroup([worker] * ranks))], config, seed=seed)
-        return await learner.update(data.ref()), engine
+        return await learner.update(data.ref(), PolicyRef()), engine
 
     return asyncio.run(scenario())
 
@@ -126,7 +126,7 @@ def test_the_handle_says_what_stays_together(unit: Any) -> None:
             await queue.reserve(GroupKey("train", ordinal), 2)
         await queue.put(data)
         group = Recording([TrainWorker(TableEngine(), queue, SFT)])
-        await MinibatchLearner([Trained(group, unit)], LearnerConfig(minibatches=2), seed=0).update(data.ref())
+        await MinibatchLearner([Trained(group, unit)], LearnerConfig(minibatches=2), seed=0).update(data.ref(), PolicyRef())
         return group.units
 
     assert asyncio.run(scenario()) == [unit] * 4
@@ -134,7 +134,7 @@ def test_the_handle_says_what_stays_together(unit: Any) -> None:
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_each_role_takes_its_own_step_and_the_policy_may_wait(version: int) -> None:
-    """A critic's weights and metrics are its own; samples of policies before from_version do not train the policy."""
+    """A critic's weights and metrics are its own; a policy before from_version is not trained, whoever sampled the batch."""
 
     async def scenario() -> tuple[Metrics, list[TableEngine], frozenset[str]]:
         queue, data, engines = FakeQueue(), rows(range(2)), [TableEngine(), TableEngine()]
@@ -143,8 +143,9 @@ def test_each_role_takes_its_own_step_and_the_policy_may_wait(version: int) -> N
         await queue.put(data)
         critic = Trained(InlineGroup([TrainWorker(engines[0], queue, configure("sft", {"aggregation": "token-sum"}), "critic")]))
         policy = Trained(InlineGroup([TrainWorker(engines[1], queue, SFT)]), from_version=1)
-        batch = replace(data.ref(), policies=(PolicyRef(version=version),) * len(data))
-        metrics = await MinibatchLearner([critic, policy], LearnerConfig(), seed=0).update(batch)
+        batch = replace(data.ref(), policies=(PolicyRef(version=0),) * len(data))
+        learner = MinibatchLearner([critic, policy], LearnerConfig(), seed=0)
+        metrics = await learner.update(batch, PolicyRef(version=version))
         weights = await queue.get(data.keys, frozenset({"critic_loss_weights"}))
         assert torch.equal(weights["critic_loss_weights"], data["mask"].float())
         return metrics, engines, frozenset(metrics)

@@ -9,14 +9,14 @@ from typing import Literal
 from tandem import device
 from tandem.algos.table import learns_values
 from tandem.assemble.model import build_model
-from tandem.assemble.phases import algorithm
+from tandem.assemble.phases import algorithm, first_trained
 from tandem.assemble.roles import KINDS, path_of
 from tandem.assemble.workers import Blueprint
 from tandem.checkpoint.snapshots import Snapshot, SnapshotStore
 from tandem.errors import ConfigError
 from tandem.models.decoder import Decoder
 from tandem.models.hf import read_config
-from tandem.models.values import ValueModel
+from tandem.models.values import value_model_on
 from tandem.recipe import Recipe
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
@@ -37,7 +37,10 @@ def export(recipe: Recipe, which: Which, role: str, directory: Path) -> Snapshot
     there = ["policy" if path.name == "train" else path.name for path in sorted(snapshot.path.iterdir()) if path.name in _PARTS]
     if role not in there:
         raise ConfigError(f"{snapshot.path} holds no model of role {role!r}; it holds {', '.join(there)}")
-    model = build_model(recipe, ValueModel if learns_values(algorithm(recipe)) else Decoder)
+    model = build_model(recipe, first_trained(recipe))
+    if learns_values(algorithm(recipe)):
+        assert isinstance(model.decoder, Decoder), "a run that trains values has such a decoder"
+        model = replace(model, decoder=value_model_on(model.decoder))
     if role != "policy":
         path = path_of(recipe, role)
         config = model.decoder.config if path is None else read_config(path)

@@ -139,6 +139,8 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
             recipe.train,
             recipe.learner,
         )
+    timing = schedule(recipe.trainer.mode, recipe.trainer.staleness)
+    _check_room(recipe, timing.in_flight(recipe.rollout.groups_per_step), "rollout.groups_per_step and trainer.staleness")
     queue, chosen = MemoryQueue(recipe.queue, join=joining(recipe.runtime)), algorithm(recipe)
     workers = Workers(recipe.runtime, queue, logs)
     roles = build_roles(recipe, model, chosen, workers, _updates(recipe.trainer.steps, recipe.learner))
@@ -168,7 +170,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
         queue=queue,
         engines=(rollout.engine,),
         algorithm=chosen,
-        schedule=schedule(recipe.trainer.mode, recipe.trainer.staleness),
+        schedule=timing,
         config=recipe.rollout,
         seed=recipe.seed,
         policy=PolicyRef(),
@@ -228,6 +230,11 @@ def _check_batch(recipe: Recipe, chosen: Algorithm) -> None:
         )
 
 
+def _check_room(recipe: Recipe, groups: int, whose: str) -> None:
+    if groups > recipe.queue.max_groups:
+        raise ConfigError(f"queue.max_groups={recipe.queue.max_groups} is below the {groups} groups that {whose} put there at once")
+
+
 def _components(recipe: Recipe, chosen: Algorithm, planned: Plan) -> tuple[str, ...]:
     """The declared parts of a reward. Raises ConfigError where the recipe and the algorithm do not agree on rewards."""
     judge, weights = recipe.reward if recipe.reward_model is None else None, chosen.params.get("reward_weights")
@@ -279,6 +286,7 @@ def _dataset_phase(
         model = replace(model, decoder=value_model_on(model.decoder))
     form: Form = "pairs" if "chosen" in chosen.needs else "demonstrations"
     maker = (Comparisons if form == "pairs" else Demonstrations)(model.renderer, recipe.engine.max_context)
+    _check_room(recipe, tasks_per_step, "warmup.rows_per_step" if name == "warmup" else "rollout.groups_per_step and group_size")
     queue = MemoryQueue(recipe.queue, join=joining(recipe.runtime))
     workers = Workers(recipe.runtime, queue, logs)
     source = DatasetSource(

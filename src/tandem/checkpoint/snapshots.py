@@ -165,7 +165,10 @@ class SnapshotStore:
 
     def at(self, step: int) -> Snapshot | None:
         """That of a step; None where there is none. Raises SnapshotError where it is damaged."""
-        return self._first_good([step]) if step in self.steps else None
+        if step not in self.steps:
+            return None
+        found = manifest.verify(self._path(step))
+        return Snapshot(self._path(step), found.step, found.state, found.score)
 
     def _first_good(self, steps: Iterable[int]) -> Snapshot | None:
         damages: list[str] = []

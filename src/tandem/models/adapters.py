@@ -5,6 +5,7 @@ lora.py makes one, and needs the package `peft`; this file needs nothing, so tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Protocol
 import torch
 import xxhash
 from torch import Tensor, nn
+
+_LARGEST_RANK = 4096
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,10 @@ class LoraConfig:
     targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}")
-        if not self.alpha > 0:
-            raise ValueError(f"alpha must be positive, got {self.alpha}")
+        if not 1 <= self.rank <= _LARGEST_RANK:
+            raise ValueError(f"rank must be from 1 to {_LARGEST_RANK}, got {self.rank}")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"alpha must be positive and finite, got {self.alpha}")
 
 
 class Adapter(Protocol):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -33,6 +32,7 @@ from tandem.types import Episode, Json, Message, RewardResult, Sample, Task
 _PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # between tries, doubled each time
 _AGAIN = frozenset({408, 425, 429})
 _PROMISE = "it must be a list with one value for each episode: a number, {value, components} or {failed: reason}"
+_LARGEST = 3.4028234663852886e38  # of float32
 _NOTHING = Task("probe", ())
 
 
@@ -200,9 +200,9 @@ def _result(value: object, components: Sequence[str]) -> RewardResult:
 
 
 def _number(value: object) -> float:
-    """A finite one. Raises _NoAnswerError for anything else."""
+    """A finite one, in float32 too, which rewards are. Raises _NoAnswerError for anything else."""
     try:
-        if isinstance(value, int | float) and math.isfinite(number := float(value)):
+        if isinstance(value, int | float) and abs(number := float(value)) <= _LARGEST:
             return number
     except OverflowError:
         pass

@@ -28,6 +28,9 @@ class ResourcePool:
                 raise ValueError(f"{name} of pool {self.name!r} must be at least {least}, got {getattr(self, name)}")
 
 
+_LONGEST_S = 365 * 86_400.0
+
+
 @dataclass(frozen=True)
 class RuntimeConfig:
     """Where the models are that are trained or read beside generation.
@@ -49,11 +52,13 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if not self.pools:
             raise ValueError("pools is empty: give at least one, e.g. {trainer: 2}")
+        if self.replicas < 1:
+            raise ValueError(f"replicas must be at least 1, got {self.replicas}")
         for pool in self.resource_pools:
             if pool.ranks % self.replicas:
                 raise ValueError(f"replicas={self.replicas} does not divide the {pool.ranks} processes of pool {pool.name!r}")
-        if not self.limit_s > 0:
-            raise ValueError(f"limit_s must be above 0, got {self.limit_s}")
+        if not 0 < self.limit_s <= _LONGEST_S:
+            raise ValueError(f"limit_s must be above 0 and at most {_LONGEST_S:g} (a year), got {self.limit_s}")
 
     @property
     def resource_pools(self) -> list[ResourcePool]:

@@ -61,6 +61,7 @@ class FakeLearner:
     def __init__(self) -> None:
         self.batches: list[BatchRef] = []
 
-    async def update(self, batch: BatchRef) -> Metrics:
+    async def update(self, batch: BatchRef, policy: PolicyRef) -> Metrics:
+        del policy
         self.batches.append(batch)
         return Metrics.mean({"train/loss": 1.0})

@@ -15,7 +15,7 @@ import numpy as np
 from tandem.errors import EmptyBatchError
 from tandem.ports import WorkerGroup
 from tandem.trainer.workers import TrainWorker
-from tandem.types import BatchRef, Metrics, Unit
+from tandem.types import BatchRef, Metrics, PolicyRef, Unit
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class LearnerConfig:
 class Trained:
     """A role that is trained: its TrainWorkers.
 
-    unit: what stays together where a mini-batch is split over ranks. from_version: the first of the policy on whose
-    samples it is trained.
+    unit: what stays together where a mini-batch is split over ranks. from_version: of the policy, at which its training begins.
     """
 
     workers: WorkerGroup
@@ -55,12 +54,11 @@ class MinibatchLearner:
         self._config = config
         self._seed = seed
 
-    async def update(self, batch: BatchRef) -> Metrics:
-        version = max((policy.version for policy in batch.policies if policy is not None), default=0)
+    async def update(self, batch: BatchRef, policy: PolicyRef) -> Metrics:
         metrics = Metrics()
         for part in self._minibatches(batch):
             for role in self._roles:
-                if version >= role.from_version:
+                if policy.version >= role.from_version:
                     metrics += await self._step(role.workers, replace(part, unit=role.unit))
         return metrics
 

@@ -41,7 +41,7 @@ async def train(
             async with source.training():  # colocated: pause and place engines; separate: nothing
                 metrics += await plan.run(batch)  # stages write their columns to the queue
                 clock.lap("plan")
-                metrics += await learner.update(batch)  # mini-batches and epochs inside
+                metrics += await learner.update(batch, policy)  # mini-batches and epochs inside
                 clock.lap("update")
                 policy = policy.next()
                 metrics += await checkpoint.publish(policy)
