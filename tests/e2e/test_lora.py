@@ -130,7 +130,7 @@ def test_the_recipe_learns(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["lora.targets=[q_prj]"], "lora.targets: 'q_prj' matches no projection of the model; the nearest are q_proj"),
-        (["lora.rank=0"], "rank must be at least 1, got 0"),
+        (["lora.rank=0"], "rank must be from 1 to 4096, got 0"),
         (["lora.dropout=0.1"], "lora.dropout"),
         (["reference.reset_every=2"], "with lora the reference is the frozen model"),
     ],
