@@ -1,6 +1,7 @@
 """Settings of the whole suite. Hypothesis: no deadline, since a busy machine is no bug; the same examples every time.
 
-Ray: no tokens, since whether a process asks for one depends on what Ray has left behind in the home directory.
+Ray: no tokens, since whether a process asks for one depends on what Ray has left behind in the home directory; and none that
+begins because somebody asks it for something after the end.
 """
 
 from __future__ import annotations
@@ -9,6 +10,6 @@ import os
 
 from hypothesis import settings
 
-os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_AUTO_CONNECT": "0"}
 settings.register_profile("tandem", deadline=None, derandomize=True, report_multiple_bugs=False)
 settings.load_profile("tandem")

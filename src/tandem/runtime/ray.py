@@ -267,6 +267,8 @@ class _RayPool(Pool[_Actor]):
         return [asyncio.ensure_future(result(member.actor.obey.remote(next(member.numbers), *value))) for member, value in calls]
 
     async def _kill(self) -> str:
+        if not ray.is_initialized():  # it was shut down, with all actors; Ray would start another one to be asked
+            return ""
         for actor in self._actors:
             untyped.kill(actor)  # with all that it started
         going = [asyncio.ensure_future(member.death()) for member in self._members]
