@@ -23,6 +23,7 @@ from tandem import __version__
 from tandem.errors import ConfigError, StalledError, TandemError, WorkerError
 
 if TYPE_CHECKING:
+    from tandem.assemble.imports import Dtype
     from tandem.config import Resolved
     from tandem.recipe import Recipe
 
@@ -214,6 +215,28 @@ def export(run: Path, directory: Path, step: int | None, best: bool, role: str) 
     for warning in snapshot.warnings:
         click.echo(f"warning: {warning}", err=True)
     click.echo(f"{role} of {snapshot.path} is in {directory}")
+
+
+@tandem.command("import")
+@click.argument("source")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
+@_debug_option
+def import_(source: str, directory: Path, dtype: Dtype) -> None:
+    """Write a Hugging Face directory from a model of another form.
+
+    SOURCE is a GGUF file, a Hugging Face directory, or the id of a model on the hub; DIRECTORY is made. The model is checked,
+    and its weights are written with the given type.
+
+    \b
+    Examples:
+      tandem import SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
+      tandem import path/to/model models/smaller --dtype bfloat16
+      tandem import HuggingFaceTB/SmolLM2-135M-Instruct models/smollm2
+    """
+    from tandem.assemble.imports import import_model
+
+    click.echo(f"{directory}: {import_model(source, directory, dtype)}")
 
 
 @tandem.command()

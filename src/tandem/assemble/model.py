@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,10 +55,7 @@ class Model:
 
         An adapter is merged into it, and beside it in `adapter`, as PEFT reads it.
         """
-        partial = directory.with_name(f"{directory.name}.partial")
-        with attempt(f"write {directory}", directory.parent):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+        with whole_directory(directory) as partial:
             if isinstance(self.decoder, Decoder):
                 save_decoder(self.decoder, partial, self.tokenizer.eos_id)
             else:
@@ -65,9 +64,19 @@ class Model:
             if self.decoder.adapter is not None:
                 (partial / ADAPTER).mkdir()
                 self.decoder.adapter.save(partial / ADAPTER)
-            crash_point(f"{directory.name}.before_rename")
-            shutil.rmtree(directory, ignore_errors=True)
-            partial.rename(directory)
+
+
+@contextmanager
+def whole_directory(directory: Path) -> Generator[Path]:
+    """A directory to write into, which takes the place of `directory` when all of it is written. Raises SnapshotError."""
+    partial = directory.with_name(f"{directory.name}.partial")
+    with attempt(f"write {directory}", directory.parent):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        crash_point(f"{directory.name}.before_rename")
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
 
 
 def build_model(recipe: Recipe, kind: type[Decoder] = Decoder) -> Model:

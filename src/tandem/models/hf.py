@@ -112,8 +112,9 @@ def read_weights(decoder: LanguageModel, path: Path) -> Iterator[tuple[str, Any]
                 yield name, tensors.get_slice(name)
 
 
-def save_decoder(decoder: Decoder, path: Path, eos_id: int | None = None) -> None:
-    """Writes `config.json` and `model.safetensors` (float32) into the directory `path`, for transformers and for `load_decoder`.
+def save_decoder(decoder: Decoder, path: Path, eos_id: int | None = None, dtype: torch.dtype = torch.float32) -> None:
+    """Writes `config.json` and `model.safetensors` (of type `dtype`) into the directory `path`, for transformers and for
+    `load_decoder`.
 
     A value model is one for `load_value_model`, and transformers' ForSequenceClassification with one label: it gives the
     value at the last token that is not `eos_id`, with which rows are padded.
@@ -121,11 +122,11 @@ def save_decoder(decoder: Decoder, path: Path, eos_id: int | None = None) -> Non
     eos_id: the token with which transformers ends a generation. Raises ModelError for a shape that no supported
     architecture has, SnapshotError where the files cannot be written.
     """
-    config = _written_config(decoder.config, eos_id)
+    config = _written_config(decoder.config, eos_id) | {"dtype": str(dtype).removeprefix("torch.")}
     if isinstance(decoder, ValueModel):
         classifier = ARCHITECTURES[config["model_type"]].replace("ForCausalLM", "ForSequenceClassification")
         config |= {"architectures": [classifier], "id2label": {"0": "value"}, "label2id": {"value": 0}, "pad_token_id": eos_id}
-    tensors = {name: weight.contiguous() for name, weight in decoder.weights().items()}
+    tensors = {name: weight.to(dtype).contiguous() for name, weight in decoder.weights().items()}
     with attempt(f"write the model to {path}", path):
         path.mkdir(parents=True, exist_ok=True)
         try:
@@ -220,7 +221,6 @@ def _written_config(c: DecoderConfig, eos_id: int | None) -> dict[str, Any]:
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
-        "dtype": "float32",
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,

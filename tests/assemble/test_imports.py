@@ -1,0 +1,98 @@
+"""`tandem import`: what comes out of a file and of a directory, and every way in which there is nothing to import."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tandem.assemble.imports import import_model
+from tandem.errors import ModelError, RegistryError
+from tandem.models.hf import load_decoder
+from tandem.text.tokenizer import load_tokenizer
+from tests.models.gguf_files import TEMPLATE, TEXT, bpe, write
+from tests.models.tiny import config, loud, tokens
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write(tmp_path / "m.gguf", loud(config(vocab_size=300)), tokenizer=bpe(300))
+    return tmp_path / "m.gguf"
+
+
+def test_a_gguf_file_becomes_a_directory_that_transformers_reads_too(file: Path, tmp_path: Path) -> None:
+    said = import_model(str(file), tmp_path / "out")
+    assert said.endswith("parameters in float32, 300 tokens, with a chat template")
+    ours, rows = load_decoder(tmp_path / "out"), tokens(2, 20, 300)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    for name, weight in loud(config(vocab_size=300)).weights().items():
+        assert torch.equal(ours.weights()[name], weight), name
+    with torch.no_grad():
+        torch.testing.assert_close(ours.prefill(rows) @ ours.output_weight.T, theirs(rows).logits, rtol=0, atol=1e-4)
+    tokenizer = load_tokenizer(tmp_path / "out")
+    assert list(tokenizer.encode(TEXT)) == bpe(300).encode(TEXT).ids
+    assert (tokenizer.template, theirs.generation_config.eos_token_id) == (TEMPLATE, [2])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out"]
+
+
+def test_a_directory_is_written_again_with_another_type(file: Path, tmp_path: Path) -> None:
+    import_model(str(file), tmp_path / "one")
+    said = import_model(str(tmp_path / "one"), tmp_path / "two", "bfloat16")
+    assert "in bfloat16" in said
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["dtype"] == "bfloat16"
+    one, two = load_decoder(tmp_path / "one"), load_decoder(tmp_path / "two")
+    for name, weight in one.weights().items():
+        assert torch.equal(two.weights()[name], weight.bfloat16().float()), name
+    assert load_tokenizer(tmp_path / "two").encode(TEXT) == load_tokenizer(tmp_path / "one").encode(TEXT)
+    assert (tmp_path / "two" / "model.safetensors").stat().st_size < 0.6 * (tmp_path / "one" / "model.safetensors").stat().st_size
+
+
+def test_a_model_with_fewer_tokens_than_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", loud(config()), tokenizer=bpe(300))
+    with pytest.raises(ModelError, match="has 300 tokens in its tokenizer and 61 in its model"):
+        import_model(str(tmp_path / "m.gguf"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_is_taken_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for taken in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ModelError, match="is there and not an empty directory"):
+            import_model("nothing", taken)
+
+
+def test_what_is_no_model_is_refused(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in ("nowhere", "./a/b", "a/b/c"):
+        with pytest.raises(ModelError, match=f"there is no file or directory {source}, and it is no id of a model on the hub"):
+            import_model(source, tmp_path / "out")
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+        import_model(str(tmp_path), tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.delitem(sys.modules, "tandem.models.gguf", raising=False)
+    with pytest.raises(RegistryError, match="needs the package 'gguf'"):
+        import_model(str(file), tmp_path / "out")
+
+
+def test_an_id_is_fetched_from_the_hub(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_model(str(file), tmp_path / "there")
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    def snapshot_download(name: str, *, allow_patterns: tuple[str, ...]) -> str:
+        asked.append((name, allow_patterns))
+        if name == "owner/none":
+            raise OSError("Repository\nnot found")
+        return str(tmp_path / "there")
+
+    hub = ModuleType("huggingface_hub")
+    hub.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    import_model("owner/name", tmp_path / "out")
+    assert torch.equal(load_decoder(tmp_path / "out").output_weight, load_decoder(tmp_path / "there").output_weight)
+    assert asked == [("owner/name", ("*.json", "*.safetensors", "*.jinja"))]
+    with pytest.raises(ModelError, match="cannot be fetched from the hub: Repository not found; import a file or a directory"):
+        import_model("owner/none", tmp_path / "more")
