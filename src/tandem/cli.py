@@ -278,6 +278,46 @@ def algos(name: str | None) -> None:
     click.echo("\n".join(describe.listing() if name is None else describe.description(name)))
 
 
+@tandem.group()
+def data() -> None:
+    """Look at data before it is trained on."""
+
+
+@data.command("check")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--heldout", type=click.Path(path_type=Path), help="The held-out file: prompts that are in both are told.")
+@click.option("--column", "columns", multiple=True, metavar="OURS=THEIRS", help="As data.train.columns in a recipe; repeatable.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="A Hugging Face directory; lengths are then in tokens.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Count the prompts that are longer; needs --tokenizer.")
+@_debug_option
+def check_data(file: Path, heldout: Path | None, columns: tuple[str, ...], tokenizer: Path | None, max_tokens: int | None) -> None:
+    """Say what is understood of a data file.
+
+    FILE is a .jsonl, .parquet or .csv file. Shown are its columns, the first task as it is read, lengths, and what is twice.
+
+    \b
+    Examples:
+      tandem data check train.jsonl
+      tandem data check train.parquet --heldout test.parquet --tokenizer path/to/model --max-tokens 512
+      tandem data check train.csv --column prompt=question --column answer=solution
+    """
+    if max_tokens is not None and tokenizer is None:
+        raise ConfigError(f"--max-tokens {max_tokens} counts tokens: give --tokenizer a Hugging Face directory too")
+    if wrong := [column for column in columns if not all(column.partition("="))]:
+        raise ConfigError(f"--column {wrong[0]} is not of the form OURS=THEIRS, as in --column prompt=question")
+    from rich.console import Console
+
+    from tandem.data.check import inspect, show
+    from tandem.text.renderer import TemplateRenderer
+    from tandem.text.tokenizer import load_tokenizer
+
+    renderer = None if tokenizer is None else TemplateRenderer(load_tokenizer(tokenizer))
+    names = {ours: theirs for ours, _, theirs in (column.partition("=") for column in columns)}
+    train, other = (None if path is None else inspect(path, names, renderer, max_tokens) for path in (file, heldout))
+    assert train is not None
+    show(train, other, max_tokens, Console())
+
+
 def _config_of(run: Path) -> Path:
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not the directory of a run: it has no config.yaml")

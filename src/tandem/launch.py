@@ -34,7 +34,7 @@ from tandem.assemble.model import Model, build_model
 from tandem.assemble.phases import Phase, algorithm, first_trained, from_dataset, main_phase, memory, warmup_phase
 from tandem.assemble.roles import merged
 from tandem.assemble.rollout import Rollout, open_rollout
-from tandem.assemble.tasks import build_dataset
+from tandem.assemble.tasks import build_dataset, notes
 from tandem.assemble.trackers import build_trackers
 from tandem.checkpoint.journal import Journal
 from tandem.checkpoint.snapshots import Part, SnapshotStore
@@ -179,7 +179,7 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
         if not from_dataset(recipe) or recipe.reward is not None:
             journal = stack.enter_context(closing(Journal(directory / "journal.jsonl")))
             rollout = await stack.enter_async_context(open_rollout(recipe, model, journal))
-        heldout = _heldout(recipe) if rollout is not None and recipe.reward is not None else None
+        heldout = _heldout(recipe, model) if rollout is not None and recipe.reward is not None else None
         phase = main_phase(recipe, model, rollout, directory / "logs")
         first = warmup_phase(recipe, model, directory / "warmup" / "logs") if recipe.warmup is not None else None
         initial, copies = directory / "initial", phase.roles.copies
@@ -190,6 +190,8 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
             )
         stack.enter_context(_open_directory(directory, resolved, resume, console))
         console.print(model.describe(), markup=False, highlight=False)
+        for said in (*phase.notes, *(() if first is None else first.notes), *notes(heldout)):
+            console.print(said, markup=False, highlight=False, soft_wrap=True)
         if not phase.workers.shared:
             console.print(phase.workers.describe(), markup=False, highlight=False)
         if not recipe.sampling.full_support and not from_dataset(recipe):
@@ -219,8 +221,10 @@ def _steps_done(recipe: Recipe) -> int:
     return 0 if found is None else found.step
 
 
-def _heldout(recipe: Recipe) -> Dataset | None:
-    return None if recipe.data.heldout is None else build_dataset(recipe.data.heldout, "heldout", seed_of(recipe.seed, "heldout"))
+def _heldout(recipe: Recipe, model: Model) -> Dataset | None:
+    if recipe.data.heldout is None:
+        return None
+    return build_dataset(recipe.data.heldout, "heldout", seed_of(recipe.seed, "heldout"), model.renderer)
 
 
 # ------------------------------------------------------------------------------------------------------ one phase
@@ -448,7 +452,7 @@ async def _measure(recipe: Recipe, console: Console) -> None:
         rollout = None
         if recipe.reward is not None:
             rollout = await stack.enter_async_context(open_rollout(recipe, model))
-        found = await _measured(recipe, loss, PolicyRef(), rollout, _heldout(recipe) if rollout is not None else None)
+        found = await _measured(recipe, loss, PolicyRef(), rollout, _heldout(recipe, model) if rollout is not None else None)
     for name, value in found.values.items():
         note = "  episodes that could not be judged; they are in no rate" if name == "failed" and value else ""
         console.print(f"{name:<20} {value:.3f}" if name not in ("n", "failed") else f"{name:<20} {value:.0f}{note}")
@@ -473,7 +477,7 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
     console.print(model.describe(), markup=False, highlight=False)
     async with AsyncExitStack() as stack:
         rollout = None if from_dataset(recipe) else await stack.enter_async_context(open_rollout(recipe, model))
-        _heldout(recipe)
+        _heldout(recipe, model)
         logs = recipe.run.directory / "logs"
         phases = [main_phase(recipe, model, rollout, logs)]
         if recipe.warmup is not None:

@@ -6,6 +6,7 @@ and what passes between them. Nothing is built here: `assemble` does that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import ClassVar, Literal
 from tandem.checkpoint.snapshots import SnapshotConfig
 from tandem.config import Resolved, load
 from tandem.data.builtin import NoiseConfig
+from tandem.data.hub import HubConfig
 from tandem.models.adapters import LoraConfig
 from tandem.queue.memory import MemoryQueueConfig
 from tandem.rewards.config import RewardConfig
@@ -91,30 +93,72 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
-class DatasetSection:
-    """Either task, a built-in one, of which `size` different problems are taken; or path, a .jsonl or .parquet file.
+class _OriginSection:
+    """One place that tasks come from.
 
-    columns: {ours: theirs} where a file uses other names. demonstrations: solved, failed and refused problems of the
-    task instead of open ones, for supervised training. refusal_frac: of the task's pairs, those in which the rejected
-    response is a refusal and not a mistake.
+    One of task, a built-in one, of which `size` different problems are taken; path, a .jsonl, .parquet or .csv file; and hub, what
+    the package datasets reads. columns: {ours: theirs} where they have other names. demonstrations: solved, failed and
+    refused problems of the task instead of open ones, for supervised training. refusal_frac: of the task's pairs, those in which
+    the rejected response is a refusal and not a mistake.
     """
 
     task: str | None = None
     path: Path | None = None
+    hub: HubConfig | None = None
     size: int = 1024
     columns: dict[str, str] = field(default_factory=dict[str, str])
     demonstrations: NoiseConfig | None = None
     refusal_frac: float = 0.0
 
     def __post_init__(self) -> None:
-        if (self.task is None) == (self.path is None):
-            raise ValueError("give one of task (a built-in one) and path (a .jsonl or .parquet file)")
-        if self.path is not None and self.demonstrations is not None:
-            raise ValueError("demonstrations are made for a built-in task; a file holds its own as messages")
+        if self.task is None and self.demonstrations is not None:
+            raise ValueError("demonstrations are made for a built-in task; other data holds its own as messages")
         if not 0 <= self.refusal_frac <= 1:
             raise ValueError(f"refusal_frac={self.refusal_frac} is not between 0 and 1")
-        if self.path is not None and self.refusal_frac:
-            raise ValueError(f"refusal_frac={self.refusal_frac} is of a built-in task's pairs; a file holds its own")
+        if self.task is None and self.refusal_frac:
+            raise ValueError(f"refusal_frac={self.refusal_frac} is of a built-in task's pairs; other data holds its own")
+
+    def _given(self) -> list[str]:
+        return [name for name in ("task", "path", "hub") if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True)
+class SourceSection(_OriginSection):
+    """One of several. weight: its share of the tasks, beside those of the others; null everywhere: as many as it has."""
+
+    weight: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self._given()) != 1:
+            raise ValueError("a source is one of task (a built-in one), path (a file) and hub (a Hugging Face dataset)")
+        if self.weight is not None and not 0 < self.weight < math.inf:
+            raise ValueError(f"weight={self.weight} must be above 0: leave a source out that is to give nothing")
+
+
+@dataclass(frozen=True)
+class DatasetSection(_OriginSection):
+    """Where tasks come from: one place, or several sources. max_tokens: tasks with more are left out, which is said.
+
+    It counts the tokens of a prompt; where what is written is trained on, those of the conversation, or of a pair's longer side.
+    """
+
+    sources: tuple[SourceSection, ...] = ()
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self._given()) + bool(self.sources) != 1:
+            raise ValueError(
+                "give one of task (a built-in one), path (a .jsonl, .parquet or .csv file), hub (a Hugging Face dataset) and "
+                "sources (a list of several)"
+            )
+        if self.sources and self.columns:
+            raise ValueError("columns belong to each of the sources: write them there")
+        if len({source.weight is None for source in self.sources}) > 1:
+            raise ValueError("some sources have a weight and some have none: give each one, or none of them")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,7 @@ class Task:
     id: unique within its dataset; messages: the conversation so far (for supervised data it includes the assistant
     turns to imitate); answer and info: whatever the reward reads; source: the dataset's name, for metrics. chosen and
     rejected: two ways in which `messages` may go on, of which the first is the better one; for preference data only.
+    chat: the dataset holds messages and not a text; some reward functions want the same back. It makes no other task.
     """
 
     id: str
@@ -127,6 +128,7 @@ class Task:
     info: Mapping[str, Json] = field(default_factory=dict[str, Json])
     chosen: tuple[Message, ...] = ()
     rejected: tuple[Message, ...] = ()
+    chat: bool = field(default=False, compare=False)
 
     def asked(self) -> Task:
         """The task as the policy is asked it: without the assistant turns at its end, which are there to be imitated."""

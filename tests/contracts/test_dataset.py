@@ -11,6 +11,7 @@ import pytest
 from tandem.data.builtin import Demonstrations, Pairs, TaskSet
 from tandem.data.fake import FakeDataset
 from tandem.data.files import FileDataset
+from tandem.data.selection import Kept, Mixture
 from tandem.data.tasks import TASKS
 from tandem.data.tasks.calculator import Calculator
 from tandem.ports import Dataset
@@ -29,10 +30,22 @@ def parquet(path: Path) -> Dataset:
     return FileDataset(path / "rows.parquet")
 
 
+def csv(path: Path) -> Dataset:
+    (path / "rows.csv").write_text("id,prompt,answer\n" + "".join(",".join(row.values()) + "\n" for row in ROWS))
+    return FileDataset(path / "rows.csv")
+
+
+def kept(_: Path) -> Dataset:
+    return Kept(FakeDataset(size=16), lambda task: int(task.messages[0].content) % 2 == 0, "odd numbers")
+
+
 DATASETS: dict[str, Callable[[Path], Dataset]] = {
     "fake": lambda _: FakeDataset(),
     "jsonl": jsonl,
     "parquet": parquet,
+    "csv": csv,
+    "kept": kept,
+    "mixture": lambda _: Mixture([FakeDataset(size=2), FakeDataset(size=3)], [1.0, 3.0]),
     "demonstrations": lambda _: Demonstrations(Calculator, size=8),
     "pairs": lambda _: Pairs(Calculator, "train", size=8),
     **{name: lambda _, name=name: TaskSet(resolve(name, TASKS), "train", size=8) for name in TASKS},

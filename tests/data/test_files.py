@@ -102,7 +102,9 @@ def test_bad_files_are_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no dataset file absent\.jsonl: correct the path \(relative paths start at /"):
         FileDataset(Path("absent.jsonl"))
     with pytest.raises(DataError, match="convert it, or rename it"):
-        FileDataset(tmp_path / "rows.csv")
+        FileDataset(tmp_path / "rows.txt")
+    with pytest.raises(DataError, match="is a directory: give one of its files"):
+        FileDataset(tmp_path)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:1 is not valid JSON: .*utf-8"):
@@ -182,3 +184,73 @@ def test_what_is_no_pair_says_why(row: dict[str, Any], says: str, tmp_path: Path
 def test_a_completion_may_be_a_list_of_messages(tmp_path: Path) -> None:
     dataset = FileDataset(written(tmp_path, {"prompt": [USER], "completion": [RIGHT]}))
     assert dataset[0].messages == (Message("user", "2+2"), Message("assistant", "4"))
+
+
+def as_csv(path: Path, text: str) -> Path:
+    (path / "rows.csv").write_text(text, encoding="utf-8-sig")  # as a spreadsheet writes it
+    return path / "rows.csv"
+
+
+def test_csv_cells_stay_the_texts_that_they_are(tmp_path: Path) -> None:
+    text = 'id,prompt,answer,level\n7,"one, ""two""\nthree",007,\n8,é,1e3,2\n'
+    dataset = FileDataset(as_csv(tmp_path, text))
+    assert dataset[0] == Task("7", (Message("user", 'one, "two"\nthree'),), "007", "rows", {"level": None})
+    assert dataset[1] == Task("8", (Message("user", "é"),), "1e3", "rows", {"level": "2"})
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "rows.csv is empty"),
+        ("prompt,answer\n", "rows.csv is empty"),
+        ("prompt,answer\na,1\nb, c,2\n", r"rows\.csv:3 has 3 cells, and the first line names 2 columns"),
+        ("prompt,answer\na\n", r"rows\.csv:2 has 1 cells"),
+        ("prompt,prompt\na,b\n", "names the column 'prompt' twice"),
+        ('prompt\n"a\n', r"rows\.csv:2 is not CSV in UTF-8: unexpected end of data"),
+        ("prompt,answer\n,1\n", r"rows\.csv:2 has neither messages nor prompt"),
+    ],
+)
+def test_bad_csv_is_refused_with_its_place(text: str, match: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=match):
+        FileDataset(as_csv(tmp_path, text))
+
+
+def test_csv_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes("prompt\né\n".encode("latin-1"))
+    with pytest.raises(DataError, match="is not CSV in UTF-8"):
+        FileDataset(tmp_path / "rows.csv")
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "2+2"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 7, "split": "train"},
+}
+
+
+@pytest.mark.parametrize("write", [written, as_parquet])
+def test_verls_layout_is_read_as_it_is(write: Any, tmp_path: Path) -> None:
+    info = {"ability": "math", "reward_model": {"style": "rule"}, "extra_info": {"index": 7, "split": "train"}}
+    task = FileDataset(write(tmp_path, VERL))[0]
+    assert task == Task("rows-0", (Message("user", "2+2"),), "4", "openai/gsm8k", info)
+    assert task.chat
+
+
+def test_a_reward_model_column_that_is_not_verls_stays_what_it_is(tmp_path: Path) -> None:
+    assert FileDataset(written(tmp_path, {"prompt": "a", "reward_model": "rm-1"}))[0].info == {"reward_model": "rm-1"}
+    assert not FileDataset(written(tmp_path, {"prompt": "a", "reward_model": {"style": "rule"}}))[0].chat
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        (VERL | {"answer": "4"}, "has both answer and reward_model.ground_truth"),
+        (VERL | {"ground_truth": "4"}, "has both ground_truth and reward_model.ground_truth"),
+        (VERL | {"data_source": 3}, "data_source is 3; it must be a text"),
+    ],
+)
+def test_verls_layout_with_something_beside_it_is_refused(row: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=match):
+        FileDataset(written(tmp_path, row))

@@ -136,7 +136,8 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
     directory = recipe.model.tokenizer or recipe.model.path
     if directory is not None:
         return load_tokenizer(directory)
-    kinds = [problem(section.task) for section in _datasets(recipe) if section.task is not None]
+    places = [place for section in _datasets(recipe) for place in (section, *section.sources)]
+    kinds = [problem(place.task) for place in places if place.task is not None]
     if not kinds:
         raise ConfigError(
             "model.new without model.tokenizer takes one token a character of its built-in task, and data names none; "

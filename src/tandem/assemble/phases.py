@@ -12,7 +12,7 @@ from tandem.algos.table import configure, learns_values
 from tandem.assemble.model import Model
 from tandem.assemble.roles import KINDS, Roles, base_stages, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
-from tandem.assemble.tasks import Form, build_dataset
+from tandem.assemble.tasks import Form, build_dataset, notes
 from tandem.assemble.workers import Job, Workers, joining
 from tandem.checkpoint.gathered import Gathered, gather
 from tandem.checkpoint.in_place import InPlace
@@ -47,6 +47,7 @@ class Phase:
     model: what it trains, with the text side; it is called the policy, even where it gives values, and its versions count the
     steps. roles: the models beside it. kl: its adaptive KL coefficients. heldout: the objective on held-out tasks, where it is
     one of a dataset and there are such tasks. ahead: the stages that the source runs as groups complete; plan: all others.
+    notes: what a user should know of the data.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Phase:
     engines: tuple[NativeEngine, ...]
     heldout: HeldOutLoss | None = None
     ahead: Plan = NOTHING
+    notes: tuple[str, ...] = ()
 
     @property
     def copies_policy(self) -> bool:
@@ -161,8 +163,9 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
     known = (*credit, *of_policy, resample, *derived, *kl.stages(queue), *base, *roles.stages)
     planned = _planned(chosen.needs | roles.needs, RolloutSource.columns, known, chosen)
     ahead, rest = (NOTHING, planned) if workers.shared else planned.split()  # in one process nothing would overlap
+    dataset = build_dataset(recipe.data.train, "train", seed_of(recipe.seed, "tasks"), model.renderer)
     source = RolloutSource(
-        dataset=build_dataset(recipe.data.train, "train", seed_of(recipe.seed, "tasks")),
+        dataset=dataset,
         agent=rollout.agent,
         reward=rollout.reward if roles.judge is None else ModelReward(roles.judge.workers),
         make_llm=rollout.make_llm,
@@ -195,6 +198,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
         workers=workers,
         checkpoint=InPlace() if workers.shared else Gathered(),
         engines=(rollout.engine,),
+        notes=notes(dataset),
     )
 
 
@@ -289,8 +293,9 @@ def _dataset_phase(
     _check_room(recipe, tasks_per_step, "warmup.rows_per_step" if name == "warmup" else "rollout.groups_per_step and group_size")
     queue = MemoryQueue(recipe.queue, join=joining(recipe.runtime))
     workers = Workers(recipe.runtime, queue, logs)
+    dataset = build_dataset(data, "train", seed_of(recipe.seed, "demonstrations"), model.renderer, form)
     source = DatasetSource(
-        dataset=build_dataset(data, "train", seed_of(recipe.seed, "demonstrations"), form),
+        dataset=dataset,
         maker=maker,
         queue=queue,
         tasks_per_step=tasks_per_step,
@@ -302,9 +307,9 @@ def _dataset_phase(
     workers.check()
     known = (*base_stages(recipe, chosen, policy), *roles.stages)
     planned = _planned(chosen.needs | roles.needs, source.columns, known, chosen)
-    measured = None
+    measured, tasks = None, None
     if heldout is not None:
-        tasks = build_dataset(heldout, "heldout", seed_of(recipe.seed, "heldout"), form)
+        tasks = build_dataset(heldout, "heldout", seed_of(recipe.seed, "heldout"), model.renderer, form)
         num = min(len(tasks), recipe.evaluation.tasks)
         if any(maker.fits(tasks[i]) for i in range(num)):
             measured = HeldOutLoss(
@@ -326,6 +331,7 @@ def _dataset_phase(
         checkpoint=InPlace() if workers.shared else Gathered(),
         engines=engines,
         heldout=measured,
+        notes=notes(dataset, tasks),
     )
 
 

@@ -1,4 +1,4 @@
-"""Where tasks come from: built-in ones and files."""
+"""Where tasks come from: built-in ones, files, datasets of the hub, and several of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Literal, cast
 
 from tandem.data.builtin import Demonstrations, NoiseConfig, Pairs, Problem, Split, TaskSet
 from tandem.data.files import FileDataset
+from tandem.data.hub import HubDataset
+from tandem.data.selection import Kept, Mixture
 from tandem.data.tasks import TASKS
 from tandem.errors import ConfigError
-from tandem.ports import Dataset
-from tandem.recipe import DatasetSection
+from tandem.ports import Dataset, Renderer
+from tandem.recipe import DatasetSection, SourceSection
 from tandem.registry import resolve
+from tandem.types import Task
 
 Form = Literal["tasks", "demonstrations", "pairs"]
 
@@ -20,13 +23,40 @@ def problem(name: str) -> type[Problem]:
     return cast("type[Problem]", resolve(name, TASKS, kind="task"))
 
 
-def build_dataset(section: DatasetSection, split: Split, seed: int, form: Form = "tasks") -> Dataset:
+def build_dataset(section: DatasetSection, split: Split, seed: int, renderer: Renderer, form: Form = "tasks") -> Dataset:
     """form: what a built-in task is to give: problems, solved ones, or each with a right and a wrong response.
 
     Raises DataError for one that is empty, missing or broken, ConfigError for demonstrations where pairs are wanted.
     """
+    if section.sources:
+        datasets = [_origin(source, split, seed, form) for source in section.sources]
+        weights = [source.weight or len(each) for source, each in zip(section.sources, datasets, strict=True)]
+        dataset: Dataset = Mixture(datasets, weights)
+    else:
+        dataset = _origin(section, split, seed, form)
+    most = section.max_tokens
+    if most is None:
+        return dataset
+    return Kept(dataset, lambda task: _tokens(task, renderer, form) <= most, f"more than max_tokens={most} tokens")
+
+
+def notes(*datasets: Dataset | None) -> tuple[str, ...]:
+    """What a user should know of what was left out of them."""
+    return tuple(dataset.note for dataset in datasets if isinstance(dataset, Kept) and dataset.note)
+
+
+def _tokens(task: Task, renderer: Renderer, form: Form) -> int:
+    if form == "tasks":
+        return len(renderer.opening(task.asked().messages))
+    written = (task.chosen, task.rejected) if form == "pairs" else ((),)
+    return max(len(renderer.demonstration((*task.messages, *response))[0]) for response in written)
+
+
+def _origin(section: DatasetSection | SourceSection, split: Split, seed: int, form: Form) -> Dataset:
     if section.path is not None:
         return FileDataset(section.path, section.columns)
+    if section.hub is not None:
+        return HubDataset(section.hub, section.columns)
     assert section.task is not None
     kind = problem(section.task)
     if form == "pairs":

@@ -6,7 +6,11 @@ chosen, rejected       two responses, the better one first: texts or lists of me
                        two whole conversations that begin alike
 answer | ground_truth  what the reward reads: any JSON
 id                     a text or whole number, unique in the file; made from the row's number where there is none
+data_source            a text: the task's source, in place of the file's name
 anything else          goes into the task's info under its own name
+
+verl's layout is read as it is: its answer is reward_model.ground_truth, and what else is in reward_model stays in the info,
+as extra_info does.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any, cast, get_args
 from tandem.errors import DataError
 from tandem.types import Json, Message, Role, Task, ToolCall
 
-COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "answer", "ground_truth", "id")
+COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "answer", "ground_truth", "id", "data_source")
 _ROLES: tuple[Role, ...] = get_args(Role)
 _FIELDS = ("role", "content", "tool_calls", "name", "tool_call_id")
 
@@ -53,6 +57,7 @@ def _renamed(row: Mapping[str, object], columns: Mapping[str, str], where: str) 
 
 
 def _task(row: dict[str, object], where: str, number: int, source: str) -> Task:
+    _take_out_verls_answer(row, where)
     for one, other in (("messages", "prompt"), ("messages", "completion"), ("completion", "chosen"), ("answer", "ground_truth")):
         if row.get(one) is not None and row.get(other) is not None:
             raise DataError(f"{where} has both {one} and {other}: leave one of them out, or rename it")
@@ -77,18 +82,30 @@ def _task(row: dict[str, object], where: str, number: int, source: str) -> Task:
         messages = (*messages, *_response(messages, completion, f"{where}: completion"))
     answer = row.pop("answer", None)
     truth = row.pop("ground_truth", None)
-    identity = row.pop("id", None)
+    identity, origin = row.pop("id", None), row.pop("data_source", None)
     if isinstance(identity, bool) or not isinstance(identity, (str, int, type(None))):
         raise DataError(f"{where}: id is {identity!r}; it must be a text or a whole number")
     return Task(
         id=f"{source}-{number}" if identity is None else str(identity),
         messages=messages,
         answer=_json(truth if answer is None else answer, f"{where}: answer"),
-        source=source,
+        source=source if origin is None else _text(origin, f"{where}: data_source"),
         info={name: _json(value, f"{where}: {name}") for name, value in row.items()},
         chosen=better,
         rejected=worse,
+        chat=isinstance(talk, list),
     )
+
+
+def _take_out_verls_answer(row: dict[str, object], where: str) -> None:
+    """{"reward_model": {"ground_truth": ..., more}} becomes {"ground_truth": ..., "reward_model": {more}}."""
+    model = row.get("reward_model")
+    if not isinstance(model, Mapping) or "ground_truth" not in model:
+        return
+    if own := [name for name in ("answer", "ground_truth") if row.get(name) is not None]:
+        raise DataError(f"{where} has both {own[0]} and reward_model.ground_truth: leave one of them out, or rename it")
+    rest = dict(cast("Mapping[str, object]", model))
+    row["ground_truth"], row["reward_model"] = rest.pop("ground_truth"), rest
 
 
 def _pair(

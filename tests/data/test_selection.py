@@ -1,0 +1,33 @@
+from collections import Counter
+
+import pytest
+
+from tandem.data.fake import FakeDataset
+from tandem.data.selection import Kept, Mixture
+from tandem.errors import DataError
+
+
+def test_what_is_kept_keeps_its_order_and_what_is_not_is_counted() -> None:
+    kept = Kept(FakeDataset(size=5), lambda task: task.answer != "2", "a 2 in them")
+    assert [kept[i].answer for i in range(len(kept))] == ["0", "1", "3", "4"]
+    assert kept.note == "1 of 5 tasks of fake have a 2 in them and are left out"
+    assert Kept(FakeDataset(), lambda _: True, "anything").note == ""
+    with pytest.raises(DataError, match="all 5 tasks of fake have more, and none is left: loosen the filter"):
+        Kept(FakeDataset(size=5), lambda _: False, "more")
+
+
+def test_a_mixture_gives_each_dataset_its_share_and_leaves_no_task_out() -> None:
+    mixture = Mixture([FakeDataset(size=10, name="a"), FakeDataset(size=3, name="b")], [1.0, 3.0])
+    assert (mixture.name, mixture.counts) == ("a+b", (10, 30))
+    tasks = [mixture[i] for i in range(len(mixture))]
+    assert Counter((task.source, task.answer) for task in tasks) == {
+        **{("a", str(i)): 1 for i in range(10)},
+        **{("b", str(i)): 10 for i in range(3)},
+    }
+    assert len({task.id for task in tasks}) == 40
+    assert [mixture[i].id for i in (0, 10, 13)] == ["0/a-0", "1/b-0", "1/b-0/1"]
+
+
+def test_weights_that_are_the_sizes_put_one_after_the_other() -> None:
+    assert Mixture([FakeDataset(size=7), FakeDataset(size=3)], [7, 3]).counts == (7, 3)
+    assert Mixture([FakeDataset(size=7), FakeDataset(size=3)], [0.5, 0.5]).counts == (7, 7)
