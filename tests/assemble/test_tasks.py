@@ -1,0 +1,39 @@
+import json
+from pathlib import Path
+
+from tandem.assemble.tasks import build_dataset, notes
+from tandem.recipe import DatasetSection, SourceSection
+from tandem.text.renderer import PLAIN_TEMPLATE, TemplateRenderer
+from tandem.text.tokenizer import character_tokenizer
+
+RENDERER = TemplateRenderer(character_tokenizer("0123456789+-=x", template=PLAIN_TEMPLATE))
+
+
+def written(path: Path, *prompts: str) -> Path:
+    rows = [{"prompt": prompt, "completion": "7" * len(prompt), "chosen": None, "rejected": None} for prompt in prompts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_sources_are_mixed_by_weight_or_put_one_after_the_other(tmp_path: Path) -> None:
+    a, b = written(tmp_path / "a.jsonl", "1", "2", "3"), written(tmp_path / "b.jsonl", "4")
+    for weights, length in (((None, None), 4), ((1.0, 1.0), 6)):
+        sources = (SourceSection(path=a, weight=weights[0]), SourceSection(path=b, weight=weights[1]))
+        dataset = build_dataset(DatasetSection(sources=sources), "train", 0, RENDERER)
+        assert len(dataset) == length
+    mixed = DatasetSection(sources=(SourceSection(path=b), SourceSection(task="arithmetic", size=5)))
+    assert len(build_dataset(mixed, "train", 0, RENDERER)) == 6
+
+
+def test_what_is_too_long_depends_on_what_is_trained_on(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", "1", "1+1", "1+1+1")
+    opening = [
+        len(RENDERER.opening(build_dataset(DatasetSection(path=path), "train", 0, RENDERER)[i].asked().messages)) for i in range(3)
+    ]
+    section = DatasetSection(path=path, max_tokens=opening[1])
+    asked = build_dataset(section, "train", 0, RENDERER)
+    assert len(asked) == 2
+    assert notes(asked, None) == (f"1 of 3 tasks of a have more than max_tokens={opening[1]} tokens and are left out",)
+    imitated = build_dataset(section, "train", 0, RENDERER, "demonstrations")
+    assert len(imitated) == 1  # the completion counts too
+    assert notes(build_dataset(DatasetSection(path=path), "train", 0, RENDERER)) == ()
