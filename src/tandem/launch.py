@@ -35,7 +35,7 @@ from tandem.assemble.phases import Phase, algorithm, first_trained, from_dataset
 from tandem.assemble.roles import merged
 from tandem.assemble.rollout import Rollout, open_rollout
 from tandem.assemble.tasks import build_dataset, notes
-from tandem.assemble.trackers import build_trackers
+from tandem.assemble.trackers import build_trackers, find_trackers
 from tandem.checkpoint.journal import Journal
 from tandem.checkpoint.snapshots import Part, SnapshotStore
 from tandem.checkpoint.wire import whole_shards, wire_hash
@@ -67,6 +67,7 @@ def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool) -> None:
     """`tandem train`. Raises TandemError; what is on disk then can be resumed."""
     recipe, console = resolved.value, Console()
     schedule(recipe.trainer.mode, recipe.trainer.staleness).check_runnable(one_process=recipe.runtime.name == "inline")
+    find_trackers(recipe.logs)
     if dry_run:
         asyncio.run(_dry_run(recipe, console))
         return

@@ -28,8 +28,6 @@ from tandem.trainer.schedule import Mode
 from tandem.trainer.source import RolloutConfig
 from tandem.types import Json, SamplingParams
 
-Log = Literal["console", "tensorboard"]
-
 
 @dataclass(frozen=True)
 class RunSection:
@@ -287,7 +285,10 @@ class WarmupSection:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole run. seed: everything random follows from it. logs: where metrics go besides metrics.jsonl."""
+    """A whole run. seed: everything random follows from it.
+
+    logs: where metrics go besides metrics.jsonl: console, tensorboard, wandb, mlflow, swanlab, trackio, or the path of your own.
+    """
 
     model: ModelSection
     data: DataSection
@@ -313,7 +314,7 @@ class Recipe:
     warmup: WarmupSection | None = None
     queue: MemoryQueueConfig = field(default_factory=MemoryQueueConfig)
     snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
-    logs: tuple[Log, ...] = ("console", "tensorboard")
+    logs: tuple[str, ...] = ("console", "tensorboard")
 
     def __post_init__(self) -> None:
         if self.seed < 0:

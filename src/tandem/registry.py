@@ -20,7 +20,7 @@ from types import ModuleType
 
 from tandem.errors import RegistryError
 
-_OF_DEVELOPERS = ("test", "check")  # extras that bring everything
+_OF_EVERYTHING = ("all", "test", "check")
 _DISTRIBUTION = "tandem-rl"
 # What top-level code of a module raises when something in it is wrong; the module is the user's as often as ours.
 _IMPORT_FAILURES = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError, OSError)
@@ -107,7 +107,7 @@ def _install(module: str) -> str:
     extras: list[str] = []
     for requirement in requirements:
         package, extra = re.match(r"[\w.-]+", requirement), re.search(r"extra == ['\"]([\w.-]+)['\"]", requirement)
-        if package and extra and _normal(package[0]) == wanted and extra[1] not in _OF_DEVELOPERS:
+        if package and extra and _normal(package[0]) == wanted and extra[1] not in _OF_EVERYTHING:
             extras.append(extra[1])
     if extras:
         return f"pip install '{_DISTRIBUTION}[{extras[0]}]'"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import RECIPE, read_lines, tandem, write_recipe
+from tests.track.test_metrics_page import undocumented
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +56,11 @@ def test_samples_are_what_was_trained_on(run: Path) -> None:
     assert {sample["step"] for sample in samples} == {1, 2, 3, 4}
     assert all({"text", "reward", "stop", "policy", "prompt"} <= sample.keys() for sample in samples)
     assert all(sample["policy"] == f"policy@0.{sample['step'] - 1}" for sample in samples)
+
+
+def test_each_metric_is_on_its_page(run: Path) -> None:
+    lines = [*read_lines(run / "metrics.jsonl"), *read_lines(run / "warmup/metrics.jsonl")]
+    assert undocumented({name for line in lines for name in line} - {"step", "time"}) == set()
 
 
 def test_every_step_is_on_policy(run: Path) -> None:

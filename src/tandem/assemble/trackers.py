@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 
 from tandem.assemble.phases import Phase
+from tandem.config import flatten
+from tandem.errors import ConfigError
 from tandem.ports import Tracker
-from tandem.recipe import Log, Recipe
+from tandem.recipe import Recipe
+from tandem.registry import resolve
 from tandem.track.console import ConsoleTracker, Field
 from tandem.track.fan_out import Trackers
+from tandem.track.hosted import TrackedRun
 from tandem.track.jsonl import JsonlTracker
-from tandem.track.tensorboard import TensorBoardTracker
+from tandem.types import Json
+
+MakeTracker = Callable[[TrackedRun], Tracker]
+
+TRACKERS = {
+    "tensorboard": "tandem.track.tensorboard:TensorBoardTracker.of",
+    "wandb": "tandem.track.wandb:tracker",
+    "mlflow": "tandem.track.mlflow:tracker",
+    "swanlab": "tandem.track.swanlab:tracker",
+    "trackio": "tandem.track.trackio:tracker",
+}
+_CONSOLE = "console"
+
+
+def find_trackers(names: Sequence[str]) -> dict[str, MakeTracker]:
+    """What makes the trackers of these names, those of the console left out.
+
+    Raises RegistryError for an unknown name or a missing extra, ConfigError for what makes no tracker.
+    """
+    known = {_CONSOLE: "", **TRACKERS}
+    found = {name: resolve(name, known, kind="tracker") for name in names if name != _CONSOLE}
+    for name, make in found.items():
+        if not callable(make):
+            raise ConfigError(f"logs names {name}, which is no function that takes a TrackedRun and makes a tracker")
+    return cast("dict[str, MakeTracker]", found)
 
 
 def build_trackers(recipe: Recipe, phase: Phase, directory: Path, console: Console) -> Trackers:
-    """The trackers of `recipe.logs`; a phase has a directory of its own."""
+    """The trackers of `recipe.logs`; a phase has a directory of its own, and a record of its own elsewhere."""
     title = phase.algorithm.name.upper() if phase.name == "train" else phase.name
     fields = (
         Field("train/loss", "loss {:.3f}"),
@@ -28,8 +58,10 @@ def build_trackers(recipe: Recipe, phase: Phase, directory: Path, console: Conso
         Field("rollout/dropped_reward_failed", "failed rewards {:.0f}"),
         Field("time/tokens_per_s", "{:,.0f} tokens/s"),
     )
-    made: dict[Log, Callable[[], Tracker]] = {
-        "console": lambda: ConsoleTracker(title, phase.steps, fields, console=console),
-        "tensorboard": lambda: TensorBoardTracker(directory / "tensorboard"),
-    }
-    return Trackers({"jsonl": JsonlTracker(directory / "metrics.jsonl"), **{name: made[name]() for name in recipe.logs}})
+    name = recipe.run.directory.name if phase.name == "train" else f"{recipe.run.directory.name}-{phase.name}"
+    values: dict[str, Json] = json.loads(json.dumps(dict(flatten(recipe)), default=str))
+    run = TrackedRun(directory, name, values)
+    members: dict[str, Tracker] = {"jsonl": JsonlTracker(directory / "metrics.jsonl")}
+    if _CONSOLE in recipe.logs:
+        members[_CONSOLE] = ConsoleTracker(title, phase.steps, fields, console=console)
+    return Trackers(members | {name: make(run) for name, make in find_trackers(recipe.logs).items()})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.durable import attempt
+from tandem.track.hosted import TrackedRun
 from tandem.types import Json, Metrics
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ class TensorBoardTracker:
         self._writer: SummaryWriter | None = None
         self._last = -1
         self._purge_step: int | None = None
+
+    @classmethod
+    def of(cls, run: TrackedRun) -> TensorBoardTracker:
+        return cls(run.directory / "tensorboard")
 
     def log(self, metrics: Metrics, step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
