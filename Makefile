@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_WAIT_POLICY ?= passive
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 
-.PHONY: quickstart install test test-slow mutants check clean
+.PHONY: quickstart install test test-slow mutants faults check clean
 
 quickstart: .venv/installed ## install, then train a small model from scratch
 	$(BIN)/tandem train recipes/quickstart.yaml
@@ -28,6 +28,9 @@ test-slow: .venv/installed-test ## run the tests that are marked slow
 
 mutants: .venv/installed-test ## check the tests of the algorithms: make mutants [ONLY=tandem.algos.kl] [WORKERS=2]
 	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) nice $(BIN)/python -m tests.mutants $(ONLY)
+
+faults: .venv/installed-test ## kill runs at every crash point, at random: make faults [KILLS=200] [SEED=0] [ONLY=sync,ranks]
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tests.faults --kills $(or $(KILLS),200) --seed $(or $(SEED),0) --only '$(ONLY)'
 
 check: .venv/installed-check ## format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -49,15 +49,22 @@ def sync(path: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """`path` holds `text`, or what it held before; a reader never sees a part of it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = draft_of(path)
     with attempt(f"write {path}", path):
         try:
             draft.write_text(text, encoding="utf-8", errors="backslashreplace")
             sync(draft)
+            crash_point(f"file.{path.name}.before")
             draft.replace(path)
+            crash_point(f"file.{path.name}.after")
         finally:
             draft.unlink(missing_ok=True)
         sync(path.parent)
+
+
+def draft_of(path: Path) -> Path:
+    """What a process that was killed while it wrote `path` leaves, until `path` is written again."""
+    return path.with_name(f".{path.name}.draft")
 
 
 def dump(record: Mapping[str, Json]) -> str:

@@ -40,8 +40,9 @@ from tandem.checkpoint.journal import Journal
 from tandem.checkpoint.snapshots import Part, SnapshotStore
 from tandem.checkpoint.wire import whole_shards, wire_hash
 from tandem.config import Resolved, dump, flatten
-from tandem.durable import attempt, write_whole
+from tandem.durable import attempt, draft_of, write_whole
 from tandem.errors import ConfigError
+from tandem.faults import crash_point
 from tandem.ports import Dataset, WorkerGroup
 from tandem.recipe import DatasetSection, Recipe, load_recipe
 from tandem.runtime.placement import RuntimeConfig
@@ -133,7 +134,7 @@ def _open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, c
             console.print(f"resuming with {leaf}={value} where the run had {earlier.get(leaf)}", markup=False)
     elif taken := next((path for path in (directory, *directory.parents) if os.path.lexists(path) and not path.is_dir()), None):
         raise ConfigError(f"the run's directory cannot be {directory}, since {taken} is no directory: choose another run.dir")
-    elif directory.is_dir() and any(directory.iterdir()):
+    elif directory.is_dir() and any(path != draft_of(config) for path in directory.iterdir()):
         if not config.is_file():
             raise ConfigError(f"{directory} is not empty and holds no run (no config.yaml): choose another run.dir")
         if Path.cwd().is_relative_to(directory.resolve()):
@@ -315,7 +316,9 @@ class _PhaseRun:
         models = {role.name: _saving(role.workers) for role in self.phase.roles.saved}
         parts = {"train": _saving(self.phase.policy), **models, "queue": self._save_queue}
         await self.store.write(step, parts, state, score=score)
+        crash_point("commit.before")
         await self.phase.queue.commit(str(step))
+        crash_point("commit.after")
 
     async def _save_queue(self, path: Path) -> None:
         """With the state of the source, which may go on filling the queue as soon as another task has its turn."""
@@ -330,12 +333,14 @@ class _PhaseRun:
             self.trackers.restore({})
             self.samples.restore({})
             return
+        crash_point("restore.before")
         for warning in snapshot.warnings:
             self.console.print(f"warning: {warning}", style="yellow", markup=False)
         state = cast("Mapping[str, Mapping[str, Json]]", snapshot.state)
         await self.phase.policy.call(ModelWorker.load, snapshot.part("train").resolve())
         for role in self.phase.roles.saved:
             await role.workers.call(ModelWorker.load, snapshot.part(role.name).resolve())
+        crash_point("restore.models")
         await self.phase.queue.restore(str(snapshot.step), snapshot.part("queue"))
         self.phase.source.restore(json.loads((snapshot.part("queue") / _SOURCE).read_text()))
         self.phase.kl.restore(state["kl"])
@@ -343,6 +348,7 @@ class _PhaseRun:
         self.samples.restore(state["samples"])
         self.before = cast("Mapping[str, float]", state["before"])
         self.spent_s = cast("float", snapshot.state["spent_s"])
+        crash_point("restore.after")
         self.console.print(f"{self.phase.name}: resuming from {snapshot.path}", markup=False)
 
     def _wall_s(self) -> float:

@@ -1,4 +1,4 @@
-"""The asynchronous modes on the same loop: how old samples are, and that none is lost or repeated where a run is killed.
+"""The asynchronous modes on the same loop: how old samples are. Where such a run is killed: tests/faults.
 
 What such a run samples depends on timing; what it must keep does not: groups are trained on once and in the order of their
 admission, and none is older than the staleness says.
@@ -59,19 +59,6 @@ def test_a_mode_overlaps_within_its_staleness(mode: str, staleness: int, tmp_pat
     check(tmp_path / "run", staleness)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert sum(line.get("staleness/rows_of_age_1", 0) for line in lines) > 0, "something was sampled ahead"
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "point",
-    ["snapshot.part.queue:4", "queue.in_save:5", "rollout.before_put:9", "log.samples.during:14", "snapshot.after_rename:6"],
-)
-def test_a_killed_run_loses_nothing_and_repeats_nothing(mode: str, point: str, tmp_path: Path) -> None:
-    """Killed while others are under way, and while a snapshot of them is made."""
-    arguments, log = command(tmp_path, mode), tmp_path / "log"
-    assert forked(arguments, log, crash_at=point) == -9, log.read_text()
-    assert forked([*arguments, "--resume"], log) == 0, log.read_text()
-    check(tmp_path / "run", 1)
 
 
 @pytest.mark.parametrize(

@@ -161,16 +161,6 @@ def test_export_needs_a_run_and_room(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("point", ["update.before_step:3", "update.after_step:7", "train.in_save:6"])
-def test_workers_that_die_at_a_point_lose_nothing(point: str, straight: dict[str, Any], tmp_path: Path) -> None:
-    run, log = tmp_path / "run", tmp_path / "log"
-    command = ["train", str(write_recipe(tmp_path)), f"run.dir={run}", *PPO, PROCESS]
-    assert forked(command, log, crash_at=point) == 1, log.read_text()
-    assert "was killed by SIGKILL" in log.read_text()
-    assert_same(trained(run, *PPO, PROCESS, "--resume"), straight)
-
-
 @pytest.mark.parametrize(
     ("runtime", "end"),
     [

@@ -1,6 +1,6 @@
 """Law 10 in whole runs: N steps equal k steps, a new process's worth of objects, and N - k steps more, bit for bit.
 
-tests/e2e/test_crash.py does the same with SIGKILL at every crash point; here the breakers are.
+tests/faults does the same with SIGKILL at every crash point; here the breakers are.
 """
 
 from __future__ import annotations

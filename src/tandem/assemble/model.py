@@ -76,6 +76,7 @@ def whole_directory(directory: Path) -> Generator[Path]:
         yield partial
         crash_point(f"{directory.name}.before_rename")
         shutil.rmtree(directory, ignore_errors=True)
+        crash_point(f"{directory.name}.in_rename")
         partial.rename(directory)
 
 

@@ -68,8 +68,10 @@ class Ledger:
             raise QueueError(
                 f"group {group} is reserved after {group.space}:{last}: ordinals of a space only rise, so no sample comes twice"
             )
+        crash_point("queue.before_reserve")
         self._last[group.space] = group.ordinal
         self._groups[group] = _Group(open={Key(*group, member) for member in range(n)})
+        crash_point("queue.after_reserve")
 
     def put(self, rows: DataProto) -> None:
         for key in rows.keys:
@@ -79,14 +81,18 @@ class Ledger:
                 why = "is filled already" if filled else "is not reserved (never admitted, dropped or consumed)"
                 raise QueueError(f"row {key} cannot be put: its place {key.place} {why}")
         rows = replace(rows, meta_info={})  # facts about a batch are not facts about its rows
+        crash_point("queue.before_put")
         for key in rows.keys:
             group = self._groups[key.group]
             group.open.discard(key.place)
             group.rows.add(key)
             self._blocks[key] = rows
+            crash_point("queue.in_put")
+        crash_point("queue.after_put")
 
     def write(self, rows: DataProto) -> None:
         self._check_known(rows.keys, f"columns {sorted(rows.columns)} cannot be written")
+        crash_point("queue.before_write")
         written = set(rows.keys)
         merged: list[DataProto] = []
         for block in self._blocks_of(rows.keys):
@@ -95,7 +101,9 @@ class Ledger:
             merged.append(block.by_keys(touched).join(rows))
             if rest:
                 merged.append(block.by_keys(rest))
+        crash_point("queue.in_write")
         self._store(merged)
+        crash_point("queue.after_write")
 
     def get(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
         self._check_known(keys, f"columns {sorted(columns)} cannot be read")
@@ -109,6 +117,7 @@ class Ledger:
             if group is None or not (rows or place in group.open):
                 raise QueueError(f"place {place} cannot be dropped ({reason}): it is not reserved, or was dropped or consumed")
             gone[place] = rows
+        crash_point("queue.before_drop")
         self._forget({row for rows in gone.values() for row in rows})
         for place, rows in gone.items():
             group = self._groups[place.group]
@@ -117,6 +126,7 @@ class Ledger:
             self._drops[reason] += 1
             if not group.open and not group.rows:
                 del self._groups[place.group]
+        crash_point("queue.after_drop")
 
     def _no_rows(self, columns: frozenset[str]) -> DataProto:
         """What a rank without rows reads: the columns as the queue's rows have them, of none."""
@@ -187,11 +197,13 @@ class Ledger:
         if all(block.columns == common for block in blocks):
             self._store([rows])  # from here on, reading the lease's rows copies nothing
             self._store(block.by_keys(rest) for block in blocks if (rest := [key for key in block.keys if key.group not in ready]))
+        crash_point("queue.before_take")
         lease = Lease(self._next_lease, consumer, rows.ref(), lent)
         self._next_lease += 1
         self._leases[lease.id] = lease
         for group in ready:
             self._groups[group].lease = lease.id
+        crash_point("queue.after_take")
         return lease
 
     def _ready(self, columns: frozenset[str], n: int, window: int) -> set[GroupKey] | None:
@@ -215,15 +227,19 @@ class Ledger:
 
     def release(self, lease: Lease) -> None:
         self._check_held(lease)
+        crash_point("queue.before_release")
         self._release(lease)
+        crash_point("queue.after_release")
 
     def ack(self, lease: Lease) -> None:
         self._check_held(lease)
+        crash_point("queue.before_ack")
         groups = [key for key, group in self._groups.items() if group.lease == lease.id]
         self._forget({row for key in groups for row in self._groups[key].rows})
         for key in groups:
             del self._groups[key]
         del self._leases[lease.id]
+        crash_point("queue.after_ack")
 
     def _check_held(self, lease: Lease) -> None:
         if self._leases.get(lease.id) != lease:
@@ -306,6 +322,7 @@ class Ledger:
             if isinstance(problem, SnapshotError):
                 raise
             raise SnapshotError(f"the queue cannot be restored from {directory}: {problem}; use an older snapshot") from problem
+        crash_point("queue.before_restore")
         self._groups = {
             GroupKey(saved["space"], saved["ordinal"]): _Group({Key.parse(text) for text in saved["open"]})
             for saved in state["groups"]
@@ -319,3 +336,4 @@ class Ledger:
         self._last = state["last"]
         self._fences = state["fences"]
         self._drops = Counter(cast("Mapping[str, int]", state["drops"]))
+        crash_point("queue.after_restore")

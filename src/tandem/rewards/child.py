@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, SupportsFloat, cast
 
 from tandem.errors import RegistryError, RewardError
+from tandem.faults import crash_point, take_role
 from tandem.registry import resolve
 from tandem.rewards.functions import FUNCTIONS, RewardFunction
 from tandem.types import Episode, Json, RewardResult, Task
@@ -35,6 +36,7 @@ def serve(fd: int, name: str, params: Mapping[str, Json]) -> None:
     """Runs until the socket `fd` closes, and ends then even in the middle of a group."""
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
+    take_role("reward")
     groups: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_receive, args=(connection, groups), daemon=True).start()
     with suppress(ConnectionError):  # nobody waits any more
@@ -50,10 +52,14 @@ def _judge_groups(connection: socket.socket, groups: SimpleQueue[bytes], name: s
     except RewardError as error:
         _send(connection, ("broken", str(error)))
         return
+    crash_point("judge.ready")
     _send(connection, ("ready", ""))
     while True:
         task, group = pickle.loads(groups.get())
-        _send(connection, judge(function, name, params, task, group))
+        crash_point("judge.before")
+        answer = judge(function, name, params, task, group)
+        crash_point("judge.after")
+        _send(connection, answer)
 
 
 def load(name: str, params: Mapping[str, Json]) -> RewardFunction:

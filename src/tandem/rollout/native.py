@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from tandem.errors import ConfigError
+from tandem.faults import crash_point
 from tandem.models.decoder import Decoder, KVCache
 from tandem.models.heads import next_logprobs
 from tandem.ports import Place, WeightSource
@@ -90,11 +91,14 @@ class NativeEngine(SteppingEngine):
         return frozenset({"batch_invariant", "exact"} if self._exact else ())
 
     async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:
+        crash_point("publish.before_load")
         self._deliver_all()
         if not source.shared:
             copy_shards(self._decoder, source.shards())
+        crash_point("publish.in_load")
         self._policy = policy
         self._cache = None
+        crash_point("publish.after_load")
 
     async def place(self, where: Place) -> None:
         """On the host the cache is freed; weights stay, since they may be the trainer's."""

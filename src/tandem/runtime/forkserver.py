@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from tandem.errors import WorkerError
+from tandem.faults import crash_point, take_role
 from tandem.runtime import worker
 from tandem.runtime.link import Frame, Link, frame, pair
 from tandem.runtime.placement import Seat
@@ -104,6 +105,7 @@ def fork_server() -> ForkServer:
 
 def main(descriptor: int) -> None:
     """Serves until the parent is gone."""
+    take_role("forkserver")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a segment of shared memory is a descriptor
     gc.collect()
@@ -145,6 +147,7 @@ class _Server:
         assert isinstance(body, bytes)
         match pickle.loads(body):
             case ("fork", seat):
+                crash_point("fork.before")
                 server = os.getpid()
                 if (pid := os.fork()) == 0:
                     for descriptor in self._workers:
@@ -156,6 +159,7 @@ class _Server:
                 process = os.pidfd_open(pid)
                 self._workers[process] = pid
                 self._poll.register(process, select.POLLIN)
+                crash_point("fork.after")
                 self._answer(number, pid)
             case ("wait", pid):
                 if pid in self._codes:

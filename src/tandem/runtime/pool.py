@@ -19,6 +19,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from tandem.device import Address
 from tandem.errors import RunError, StalledError, WorkerError
+from tandem.faults import crash_point
 from tandem.runtime.dispatch import Call, checked, gather, registered, scatter
 from tandem.runtime.placement import Rank
 from tandem.runtime.worker import Build, Do, Join, Order
@@ -123,7 +124,9 @@ class Pool(ABC, Generic[M]):
             raise WorkerError(f"{what} cannot be called: the runtime of pool {self._name!r} has not started")
         if self._ended.done():
             raise WorkerError(f"{what} cannot be called: {self._ended.result()}")
+        crash_point("order.before")
         answers = await self._send(orders)
+        crash_point("order.sent")
         try:
             return await self._collect(what, answers, stuck=stuck)
         finally:
@@ -155,6 +158,7 @@ class Pool(ABC, Generic[M]):
             raise failed
         if waiting or lost:
             raise await self._stalled(what, waiting)
+        crash_point("order.answered")
         return [answer.result() for answer in answers]
 
     async def _stalled(self, what: str, waiting: Sequence[Member]) -> StalledError:

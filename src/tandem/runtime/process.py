@@ -82,7 +82,7 @@ class _ProcessPool(Pool[_Process]):
         super().__init__(name, len(seats), limit_s)
         self._seats = tuple(seats)
         self._logs = logs
-        self._store = logs / f".{name}-meets-{os.getpid()}"
+        self._store = logs / f".{name}-meets"
 
     async def _start(self) -> None:
         self._server = fork_server()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tandem.data_proto import DataProto
 from tandem.errors import RunError, WorkerError
+from tandem.faults import crash_point
 from tandem.ports import Consumer, Lease, TransferQueue
 from tandem.runtime.link import Link, Question, outbox
 from tandem.types import GroupKey, Key, Metrics
@@ -173,7 +174,10 @@ class RemoteQueue(ABC):
         return self._ask_blocking(("metrics", (), {}))
 
     async def _call(self, name: str, *args: object, **kwargs: object) -> Any:
-        return await self._ask((name, args, kwargs))
+        crash_point(f"queue.ask.{name}")
+        answer = await self._ask((name, args, kwargs))
+        crash_point(f"queue.answered.{name}")
+        return answer
 
 
 class QueueClient(RemoteQueue):

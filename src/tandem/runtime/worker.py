@@ -26,6 +26,7 @@ from typing import Any, TypeAlias, cast
 from tandem import device
 from tandem.device import Address
 from tandem.errors import RunError
+from tandem.faults import crash_point, take_role
 from tandem.registry import resolve
 from tandem.runtime.link import Link, Question
 from tandem.runtime.placement import Rank, Seat
@@ -122,6 +123,7 @@ class Worker:
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
+        take_role(f"{seat.pool}-{seat.rank}")
         self._thread = threading.get_ident()
         self._workers: dict[str, object] = {}
         self._turns: dict[str, asyncio.Lock] = {}
@@ -132,9 +134,11 @@ class Worker:
     async def obey(self, order: Order) -> object:
         work = self._obey(order)
         self._running[work] = f"{order.role}.{order.method}" if isinstance(order, Do) else type(order).__name__.lower()
+        crash_point("obey.before")
         try:
             return await work
         finally:
+            crash_point("obey.after")
             del self._running[work]
 
     async def _obey(self, order: Order) -> object:

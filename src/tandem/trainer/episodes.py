@@ -6,6 +6,7 @@ import asyncio
 from typing import cast
 
 from tandem.errors import ColumnError, DataError, TandemError
+from tandem.faults import crash_point
 from tandem.ports import LLM, AgentLoop
 from tandem.types import Episode, Key, Task
 
@@ -15,6 +16,7 @@ async def run_episode(agent: AgentLoop, task: Task, llm: LLM, key: Key) -> Episo
 
     Tandem's own errors pass through, since they would hit the next episode too; a DataError says which task it is about.
     """
+    crash_point("episode.before")
     try:
         episode = await agent(task, llm, key)
     except DataError as problem:
@@ -28,6 +30,7 @@ async def run_episode(agent: AgentLoop, task: Task, llm: LLM, key: Key) -> Episo
     returned = getattr(episode, "key", episode)
     if returned != key:
         raise ColumnError(f"the agent returned {returned} when it was asked for {key}; it must return an Episode with that key")
+    crash_point("episode.after")
     return episode
 
 

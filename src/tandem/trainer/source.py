@@ -175,12 +175,14 @@ class RolloutSource:
         for engine in shared:
             await engine.pause()
             await engine.place("host")
+            crash_point("handover.to_trainer")
         try:
             yield
         finally:
             for engine in shared:
                 await engine.place("device")
                 await engine.resume()
+                crash_point("handover.to_rollout")
 
     def state(self) -> dict[str, Json]:
         """To be read right after the queue's `save`, with nothing awaited in between: the two belong together."""
@@ -260,6 +262,7 @@ class RolloutSource:
         if outcome.kept:
             rows, of_shaping = self._rows(outcome.kept, greedy)
             await self._queue.put(rows)
+            crash_point("rollout.after_put")
             self._done[group] = _Done([self._record(episode) for episode in cohort.judged], metrics + of_shaping)
         else:
             self._metrics += metrics
@@ -286,7 +289,9 @@ class RolloutSource:
         episodes = [episode.result() for episode in running]
         judged, dropped = to_judge(episodes, stops)
         if judged and self._reward is not None:
+            crash_point("reward.before")
             judged = with_rewards(task, judged, await self._reward(task, judged), self._components)
+            crash_point("reward.after")
         return _Cohort(episodes, judged, dropped)
 
     def _rows(self, kept: Sequence[Episode], greedy: _Cohort | None) -> tuple[DataProto, Metrics]:
@@ -330,7 +335,8 @@ class _Tally:
         if len(begun) == config.groups_per_step and all(self.good.get(ordinal) == 0 for ordinal in begun):
             raise RunError(
                 f"all {len(begun) * config.group_size} episodes that began the step after {policy} failed{first}; "
-                f"look at the reward and the environment"
+                f"look at the reward and the environment. What a lost worker or a clock decided stands in the run's journal.jsonl: "
+                f"delete that file before you resume, to have it judged again"
             )
         if self.refused.total() > config.max_refills_per_step:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.refused.most_common())

@@ -40,10 +40,12 @@ class ModelWorker:
 
         against: a column of logprobs to measure the mismatch of this model's to. top: how many of the likeliest tokens.
         """
+        crash_point("forward.before")
         rows = await fetch(self._queue, batch, _PASS | ({against} if against else frozenset[str]()))
         found = self.engine.forward(rows, frozenset(outputs.values()), top=top)
         token = {column: found[output] for column, output in outputs.items()}
         await self._queue.write(DataProto.make(rows.keys, rows.lengths, token=token))
+        crash_point("forward.after")
         return mismatch(rows[against], found["logprobs"], rows["mask"]) if against else Metrics()
 
     @register(Dispatch.SPLIT, Collect.CONCAT)
@@ -59,6 +61,7 @@ class ModelWorker:
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def weights(self) -> WeightPart:
         """See ports.WeightWorker."""
+        crash_point("publish.gather")
         shards = tuple(self.engine.weight_shards())
         return WeightPart(self.engine.layout(), shards, wire_hash(shards))
 
@@ -112,6 +115,7 @@ class TrainWorker(ModelWorker):
     @register(Dispatch.SPLIT, Collect.SUM)
     async def update(self, batch: BatchRef) -> Metrics:
         """One optimiser step on these rows, which have been weighed."""
+        crash_point("update.before")
         metrics, _ = self.engine.forward_backward(await self._weighed(batch), self._loss)
         crash_point("update.before_step")
         metrics += self.engine.step()

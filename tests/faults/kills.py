@@ -1,0 +1,120 @@
+"""Killing a run at crash points, one after the other, and seeing that nothing is left and that it can be gone on with."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.runs import forked, outcome
+from tests.faults.settings import Setting, account
+
+_MARK = "TANDEM_TEST_RUN"
+_GONE_S = 20.0
+
+
+class UnreachedError(AssertionError):
+    """A run that ended before it passed a point so often."""
+
+
+class Run:
+    """One run in `directory`, which is started, killed and gone on with."""
+
+    def __init__(self, setting: Setting, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._setting = setting
+        self._command = setting.command(directory)
+        self._directory = directory
+        self._run, self._log = directory / "run", directory / "log"
+        self._mark = secrets.token_hex(8)
+        self._judge_died = False
+
+    def kill(self, at: str) -> None:
+        """Starts the run, or goes on with it, until ROLE/POINT:TIMES; checks how it ended, and that nothing of it is left."""
+        code, said = self._start({"TANDEM_CRASH_AT": at})
+        role, _, point = at.rpartition("/")
+        if code == 0 and (role != "reward" or point.startswith("judge.ready")):
+            raise UnreachedError(f"{at} was not passed so often:\n{said}")
+        match role:
+            case "controller":
+                assert code == -9, f"{at}: exit code {code}:\n{said}"
+            case "reward" if point.startswith("judge.ready"):  # the next one would die there too
+                assert code == 2, f"{at}: exit code {code}:\n{said}"
+                assert "lost its worker, which was killed by SIGKILL while its module was imported" in " ".join(said.split())
+            case "reward":  # goes on with a new worker, as long as not every group of a step is lost to one
+                stopped = code == 1 and "lost its worker, which was killed by SIGKILL; look at the reward" in " ".join(said.split())
+                assert code == 0 or stopped, f"{at}: exit code {code}:\n{said}"
+                self._judge_died = True
+                journal = self._run / "journal.jsonl"
+                if stopped:
+                    journal.unlink()  # as the message says
+                elif "which was killed by SIGKILL" not in journal.read_text():
+                    raise UnreachedError(f"{at} was not passed so often:\n{said}")
+            case "forkserver":
+                assert code == 1, f"{at}: exit code {code}:\n{said}"
+                assert "fork server" in said, f"{at}: nobody says who died:\n{said}"
+            case _:
+                rank = role.rpartition("-")[2]
+                assert code == 1, f"{at}: exit code {code}:\n{said}"
+                words = " ".join(said.split())
+                assert f"rank {rank} (process" in words, f"{at}: nobody says who died:\n{said}"
+                assert "was killed by SIGKILL" in words or "died (Ray: " in words, f"{at}: nobody says how:\n{said}"
+                assert "go on with: tandem train" in words, f"{at}: nobody says what to do:\n{said}"
+                assert "Traceback" not in said
+
+    def finish(self, trace: Path | None = None) -> dict[str, Any]:
+        """Goes on to the end; what the run came to, of which its account holds. trace: a file for the points that are passed."""
+        code, said = self._start({"TANDEM_CRASH_TRACE": str(trace)} if trace else {})
+        assert code == 0, f"the run was gone on with, and ended with exit code {code}:\n{said}"
+        account(self._run, self._setting, more_lost=self._judge_died)
+        return came_to(self._run)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether it must end as the undisturbed run: not where a reward's worker died, and groups of that step with it."""
+        return self._setting.exact and not self._judge_died
+
+    def _start(self, environment: Mapping[str, str]) -> tuple[int, str]:
+        begun = (self._run / "config.yaml").exists()
+        temporary = self._directory / "tmp"
+        temporary.mkdir(exist_ok=True)
+        before = self._log.stat().st_size if self._log.exists() else 0
+        more = {**self._setting.environment, **environment, _MARK: self._mark, "TMPDIR": str(temporary)}
+        code = forked([*self._command, *(["--resume"] if begun else [])], self._log, environment=more, limit_s=240)
+        nothing_is_left(self._mark, temporary)
+        return code, self._log.read_text()[before:]
+
+
+def came_to(run: Path) -> dict[str, Any]:
+    """`outcome`, without how many bytes a publish moves, which is the runtime's own affair."""
+    found = outcome(run)
+    for line in (*found["metrics"], *found["warmup"]):
+        line.pop("publish/bytes", None)
+    return found
+
+
+def nothing_is_left(mark: str, temporary: Path) -> None:
+    """No process that a run has started, whose memory would go with it, and no temporary file. Waits a little for the former."""
+    until = time.monotonic() + _GONE_S
+    while (left := _marked(mark)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not left, f"processes are left: {left}"
+    files = [path for path in temporary.rglob("*") if path.is_file()]
+    assert not files, f"temporary files are left: {files}"
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """Processes that began with this mark in their environment, by their command lines."""
+    wanted, found = f"{_MARK}={mark}".encode(), dict[int, str]()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+            except OSError:
+                continue  # it has ended, or is another user's
+    found.pop(os.getpid(), None)
+    return found
