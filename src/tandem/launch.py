@@ -15,14 +15,12 @@ Both phases are the same: restore the last good snapshot if there is one, run th
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
-import os
 import shlex
 import shutil
 import time
-from collections.abc import Generator, Mapping
-from contextlib import AsyncExitStack, closing, contextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -30,6 +28,7 @@ from typing import cast
 from rich.console import Console
 
 from tandem import device
+from tandem.assemble.directory import open_directory, steps_done
 from tandem.assemble.model import Model, build_model
 from tandem.assemble.phases import Phase, algorithm, first_trained, from_dataset, main_phase, memory, warmup_phase
 from tandem.assemble.roles import merged
@@ -39,12 +38,11 @@ from tandem.assemble.trackers import build_trackers, find_trackers
 from tandem.checkpoint.journal import Journal
 from tandem.checkpoint.snapshots import Part, SnapshotStore
 from tandem.checkpoint.wire import whole_shards, wire_hash
-from tandem.config import Resolved, dump, flatten
-from tandem.durable import attempt, draft_of, write_whole
+from tandem.config import Resolved
 from tandem.errors import ConfigError
 from tandem.faults import crash_point
 from tandem.ports import Dataset, WorkerGroup
-from tandem.recipe import DatasetSection, Recipe, load_recipe
+from tandem.recipe import DatasetSection, Recipe
 from tandem.runtime.placement import RuntimeConfig
 from tandem.track.curve import LearningCurve, draw_png
 from tandem.track.jsonl import read_series
@@ -83,95 +81,6 @@ def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
     asyncio.run(_measure(recipe, console))
 
 
-# -------------------------------------------------------------------------------------------------- the directory
-
-
-_CONTINUES = (
-    "seed",
-    "model.",
-    "data.",
-    "warmup.",
-    "agent.",
-    "algorithm.name",
-    "lora",
-    "rollout.group",
-    "reference.",
-    "teacher.",
-    "reward_model.",
-    "critic.path",
-    "process_model.path",
-)
-"""Values that a resumed run must share with what it goes on with."""
-
-
-@contextmanager
-def _open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, console: Console) -> Generator[None]:
-    """Leaves an earlier run aside, or checks that it can be gone on with, and keeps others out until the run ends.
-
-    Raises ConfigError for a directory of something else, one that is in use, and a resumed run that would be another one.
-    """
-    config = directory / "config.yaml"
-    if resume:
-        if not config.is_file():
-            raise ConfigError(f"there is no run in {directory} to resume (no config.yaml): leave --resume out to begin one")
-        before = load_recipe(config, ()).value
-        earlier = dict(flatten(before))
-        was, now = (schedule(each.trainer.mode, each.trainer.staleness) for each in (before, resolved.value))
-        if now.staleness < was.staleness:
-            raise ConfigError(
-                f"{directory} may hold samples that are {was.staleness} versions old, and trainer.mode={now.mode} with "
-                f"staleness {now.staleness} cannot train on them: resume with trainer.mode={was.mode} "
-                f"trainer.staleness={was.staleness}, or more"
-            )
-        changes = {
-            leaf: value for leaf, value in flatten(resolved.value) if earlier.get(leaf) != value and not leaf.startswith("run.")
-        }
-        if other := [f"{leaf}={changes[leaf]} (it had {earlier.get(leaf)})" for leaf in changes if leaf.startswith(_CONTINUES)]:
-            raise ConfigError(
-                f"{directory} holds another run, and cannot be resumed with {', '.join(other)}: choose another run.dir"
-            )
-        for leaf, value in changes.items():
-            console.print(f"resuming with {leaf}={value} where the run had {earlier.get(leaf)}", markup=False)
-    elif taken := next((path for path in (directory, *directory.parents) if os.path.lexists(path) and not path.is_dir()), None):
-        raise ConfigError(f"the run's directory cannot be {directory}, since {taken} is no directory: choose another run.dir")
-    elif directory.is_dir() and any(path != draft_of(config) for path in directory.iterdir()):
-        if not config.is_file():
-            raise ConfigError(f"{directory} is not empty and holds no run (no config.yaml): choose another run.dir")
-        if Path.cwd().is_relative_to(directory.resolve()):
-            raise ConfigError(
-                f"{directory} holds a run, which cannot be put aside while it is the working directory: "
-                f"choose another run.dir, or go on with it by --resume"
-            )
-        with _alone(directory):
-            number = next(i for i in range(1, 1_000_000) if not directory.with_name(f"{directory.name}.{i}").exists())
-            aside = directory.rename(directory.with_name(f"{directory.name}.{number}"))
-        console.print(f"the earlier run in {directory} is kept as {aside}", markup=False)
-    with attempt(f"make the directory {directory}", directory):
-        directory.mkdir(parents=True, exist_ok=True)
-    with _alone(directory):
-        if resume and _steps_done(resolved.value) >= resolved.value.trainer.steps:
-            console.print(f"all {resolved.value.trainer.steps} steps are done: nothing is left to train", markup=False)
-        else:
-            write_whole(config, dump(resolved))
-        yield
-
-
-@contextmanager
-def _alone(directory: Path) -> Generator[None]:
-    """Locks the directory for this process. Raises ConfigError where another one has it."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{directory} is in use by a run that has not ended: wait for it, or choose another run.dir"
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
 async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> None:
     """Builds everything that a recipe can be wrong about before anything on the disk changes."""
     recipe, directory, began_s = resolved.value, resolved.value.run.directory, time.monotonic()
@@ -185,12 +94,12 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
         phase = main_phase(recipe, model, rollout, directory / "logs")
         first = warmup_phase(recipe, model, directory / "warmup" / "logs") if recipe.warmup is not None else None
         initial, copies = directory / "initial", phase.roles.copies
-        if resume and copies and _steps_done(recipe) and not initial.is_dir():
+        if resume and copies and steps_done(recipe) and not initial.is_dir():
             raise ConfigError(
                 f"{copies[0].name} would be a copy of the policy as the run began, and {initial} is not there: resume the run "
                 f"with the algorithm.* that it had, or begin another one"
             )
-        stack.enter_context(_open_directory(directory, resolved, resume, console))
+        stack.enter_context(open_directory(directory, resolved, resume, console))
         console.print(model.describe(), markup=False, highlight=False)
         for said in (*phase.notes, *(() if first is None else first.notes), *notes(heldout)):
             console.print(said, markup=False, highlight=False, soft_wrap=True)
@@ -214,13 +123,6 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
             await warmup.run(began_s)
         await main.run(began_s)
         _finish(recipe, main, directory, console)
-
-
-def _steps_done(recipe: Recipe) -> int:
-    """By the last good snapshot of the main phase; 0 where there is none to go on from."""
-    path = recipe.run.directory / "snapshots"
-    found = SnapshotStore(path, recipe.snapshots, device.fingerprint()).latest() if path.is_dir() else None
-    return 0 if found is None else found.step
 
 
 def _heldout(recipe: Recipe, model: Model) -> Dataset | None:
