@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import resource
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -215,6 +216,11 @@ def meeting(what: str) -> Generator[None]:
         raise StalledError(
             f"rank {dist.get_rank()} of {dist.get_world_size()} waited in {what} for a rank that did not come: {error}"
         ) from error
+
+
+def peak_memory_bytes() -> int:
+    """The most memory of the machine that this process has held so far; not its children."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
 def fingerprint() -> dict[str, str]:

@@ -29,6 +29,7 @@ from rich.console import Console
 
 from tandem import device
 from tandem.assemble.directory import open_directory, steps_done
+from tandem.assemble.measuring import Measured, measured
 from tandem.assemble.model import Model, build_model
 from tandem.assemble.phases import Phase, algorithm, first_trained, from_dataset, main_phase, memory, warmup_phase
 from tandem.assemble.roles import merged
@@ -50,7 +51,6 @@ from tandem.track.report import final_report, shown
 from tandem.track.samples import SampleLog, SampleRecord
 from tandem.track.summary import Summary, write_summary
 from tandem.trainer import loop
-from tandem.trainer.evaluate import EvalResult, evaluate
 from tandem.trainer.heldout import HeldOutLoss
 from tandem.trainer.sampler import seed_of
 from tandem.trainer.schedule import schedule
@@ -134,18 +134,6 @@ def _heldout(recipe: Recipe, model: Model) -> Dataset | None:
 # ------------------------------------------------------------------------------------------------------ one phase
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """What was measured on held-out tasks: for the trackers, for summary.json, and for the snapshot that is kept as the best.
-    result: of the episodes, where there was a reward to judge them.
-    """
-
-    metrics: Metrics
-    values: Mapping[str, float]
-    score: float
-    result: EvalResult | None
-
-
 @dataclass
 class _PhaseRun:
     """A phase and what is done between its steps: the loop's Hooks. spent_s: wall time of earlier processes."""
@@ -159,7 +147,7 @@ class _PhaseRun:
     snapshot_every: int
     spent_s: float = 0.0
     before: Mapping[str, float] = field(default_factory=dict[str, float])
-    last: _Measured | None = None
+    last: Measured | None = None
 
     def __post_init__(self) -> None:
         self.store = SnapshotStore(self.directory / "snapshots", self.recipe.snapshots, device.fingerprint())
@@ -183,7 +171,10 @@ class _PhaseRun:
         ):
             await self._restore()
             if not self.before and self._measures:
-                self.before = (await self._evaluate(0)).values
+                first = await self._evaluate(0)
+                self.before = first.values
+                for episode in first.result.episodes[:3] if first.result is not None else ():
+                    self.console.print(shown(SampleRecord.of(episode)), soft_wrap=True)
             await loop.train(phase.source, phase.plan, phase.learner, phase.checkpoint, self.trackers, self, steps=phase.steps)
             if self._measures and self.last is None:  # resumed after the last step, whose metrics are logged
                 self.last = await self._measured()
@@ -262,18 +253,22 @@ class _PhaseRun:
     def _measures(self) -> bool:
         return self.heldout is not None or self.phase.heldout is not None
 
-    async def _evaluate(self, step: int) -> _Measured:
+    async def _evaluate(self, step: int) -> Measured:
         self.last = await self._measured()
         self.trackers.log(self.last.metrics, step)
         return self.last
 
-    async def _measured(self) -> _Measured:
+    async def _measured(self) -> Measured:
         phase = self.phase
-        return await _measured(self.recipe, phase.heldout, phase.source.policy, self.rollout, self.heldout)
+        return await measured(self.recipe, phase.heldout, phase.source.policy, self.rollout, self.heldout)
 
     def summary(self) -> Summary:
         after = self.last.values if self.last is not None else dict[str, float]()
-        facts: dict[str, Json] = {"seed": self.recipe.seed, "weights": wire_hash(whole_shards(self.phase.model.decoder))}
+        facts: dict[str, Json] = {
+            "seed": self.recipe.seed,
+            "weights": wire_hash(whole_shards(self.phase.model.decoder)),
+            "peak_memory_bytes": device.peak_memory_bytes(),
+        }
         return Summary(self.before, after, self.phase.steps, self._wall_s(), facts)
 
 
@@ -283,35 +278,6 @@ def _saving(workers: WorkerGroup) -> Part:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-async def _measured(
-    recipe: Recipe, loss: HeldOutLoss | None, policy: PolicyRef, rollout: Rollout | None, heldout: Dataset | None
-) -> _Measured:
-    """The loss of a dataset's objective, and episodes where there is a reward to judge them; the latter make the score."""
-    metrics, values, score, result = Metrics(), dict[str, float](), 0.0, None
-    if loss is not None:
-        metrics = await loss.measure(policy)
-        values = {name.removeprefix("eval/"): value for name, value in metrics.values_by_name().items()}
-        score = -values["loss"]
-    if rollout is not None and heldout is not None:
-        result = await _evaluated(recipe, rollout, heldout)
-        metrics = Metrics({**metrics, **result.metrics()})
-        values, score = {**_rates(result), **{name: value for name, value in values.items() if name != "n"}}, result.pass_at_1
-    return _Measured(metrics, values, score, result)
-
-
-async def _evaluated(recipe: Recipe, rollout: Rollout, heldout: Dataset) -> EvalResult:
-    reward, seed = rollout.eval_reward, recipe.seed
-    assert reward is not None, "episodes are measured by a reward"
-    return await evaluate(heldout, rollout.agent, reward, rollout.make_llm, recipe.sampling, recipe.evaluation, seed=seed)
-
-
-def _rates(result: EvalResult) -> dict[str, float]:
-    rates = {"pass@1": result.pass_at_1, **{f"pass@{k}": value for k, value in result.pass_at.items()}}
-    if result.greedy is not None:
-        rates["greedy"] = result.greedy
-    return {**rates, "n": result.n, "failed": result.failed}
 
 
 # ------------------------------------------------------------------------------------------------------ the end
@@ -361,7 +327,7 @@ async def _measure(recipe: Recipe, console: Console) -> None:
         rollout = None
         if recipe.reward is not None:
             rollout = await stack.enter_async_context(open_rollout(recipe, model))
-        found = await _measured(recipe, loss, PolicyRef(), rollout, _heldout(recipe, model) if rollout is not None else None)
+        found = await measured(recipe, loss, PolicyRef(), rollout, _heldout(recipe, model) if rollout is not None else None)
     for name, value in found.values.items():
         note = "  episodes that could not be judged; they are in no rate" if name == "failed" and value else ""
         console.print(f"{name:<20} {value:.3f}" if name not in ("n", "failed") else f"{name:<20} {value:.0f}{note}")

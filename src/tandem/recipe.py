@@ -321,6 +321,8 @@ class Recipe:
             raise ValueError(f"seed must not be negative, got {self.seed}")
         if self.lora is not None and self.model.path is None:
             raise ValueError("lora freezes the model, and the weights of model.new are random: give model.path")
+        if self.lora is not None and self.train.top_layers:
+            raise ValueError("lora and train.top_layers: an adapter is all that is trained of a model; leave one out")
         if self.lora is not None and self.warmup is not None:
             raise ValueError("lora and warmup: what is warmed up is the model, and lora freezes it; warm up in a run of its own")
 

@@ -7,12 +7,13 @@ from tandem.data.tasks import TASKS
 from tandem.data.tasks.arithmetic import Arithmetic
 from tandem.data.tasks.calculator import Calculator
 from tandem.data.tasks.countdown import Countdown
+from tandem.data.tasks.largest import Largest
 from tandem.data.tasks.sorting import Sorting
 from tandem.errors import DataError
 from tandem.registry import resolve
 from tandem.types import Message
 
-KINDS: list[type[Problem]] = [Arithmetic, Sorting, Countdown, Calculator]
+KINDS: list[type[Problem]] = [Arithmetic, Sorting, Countdown, Calculator, Largest]
 
 
 def test_the_table_names_every_kind() -> None:
@@ -39,6 +40,7 @@ def test_every_problem_is_in_one_split_with_all_its_variants() -> None:
     for problem in arithmetic:
         assert split_of(problem) == split_of(Arithmetic(problem.right, problem.left))
     assert split_of(Sorting("314159")) == split_of(Sorting("951413"))
+    assert split_of(Largest((12, 34, 56))) == split_of(Largest((56, 12, 34)))
     assert split_of(Countdown((1, 2, 3), 6, "1+2+3")) == split_of(Countdown((3, 1, 2), 6, "3*2*1"))
 
 
@@ -79,6 +81,7 @@ def test_problems_that_the_seeds_give_stay_as_they_are() -> None:
         "617072=",
         "10 12 16=14:",
         "87*60=",
+        "Which is the largest: 62, 56, 81?",
     ]
 
 
@@ -94,6 +97,7 @@ def test_answers_and_solutions() -> None:
         Message("assistant", "7623"),
     )
     assert Calculator(77, "-", 12).answer == "65"
+    assert (Largest((37, 82, 15)).prompt, Largest((37, 82, 15)).answer) == ("Which is the largest: 37, 82, 15?", "82")
 
 
 def test_noise_has_the_shares_that_are_asked_for() -> None:

@@ -36,11 +36,26 @@ def test_the_run_s_directory(run: Path) -> None:
 def test_summary(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     for result in (summary["eval_before"], summary["eval_after"]):
-        assert result.keys() == {"pass@1", "pass@2", "greedy", "n", "failed"}
+        assert result.keys() == {"pass@1", "pass@2", "greedy", "cut_off", "n", "failed"}
         assert result["n"] == 4
         assert result["failed"] == 0
     assert summary["steps"] == 4
     assert summary["wall_s"] > 0
+    assert 2**26 < summary["peak_memory_bytes"] < 2**35
+    assert "training_limit" not in summary
+
+
+def test_answers_may_be_longer_where_they_are_measured(tmp_path: Path) -> None:
+    """Both limits are measured, before and after, with the same draws."""
+    overrides = ("evaluation.max_tokens=24", "trainer.steps=1", f"run.dir={tmp_path / 'run'}")
+    assert tandem("train", str(write_recipe(tmp_path)), *overrides) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    for when in ("eval_before", "eval_after"):
+        longer, shorter = summary[when], summary["training_limit"][when]
+        assert longer.keys() - {"n"} == shorter.keys()
+        assert longer["cut_off"] <= shorter["cut_off"]
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert {"eval/greedy", "eval/training_limit/greedy", "eval/cut_off"} <= lines[0].keys()
 
 
 def test_a_snapshot_has_the_score_of_its_evaluation(run: Path) -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from tandem.registry import resolve
-from tandem.rewards.functions import FUNCTIONS, arithmetic, countdown, environment, exact_match
+from tandem.rewards.functions import FUNCTIONS, arithmetic, countdown, environment, exact_match, number
 from tandem.types import Json
 from tests.rewards.episodes import episode, group, task
 
@@ -52,11 +52,18 @@ def test_countdown_uses_the_given_numbers(use: str, text: str, value: float) -> 
     assert countdown(task(answer), group(text, answer=answer)) == [value]
 
 
+def test_a_number_is_graded_by_what_it_says_where_it_ends_and_how_bare_it_is() -> None:
+    ended = ("82", " 82\n", "It is 82.", "82 or 15", "Not 15 but 82", "none", "", "15", "-82")
+    assert number(task("82"), group(*ended)) == [1, 1, 0.7, 0, 0.7, 0, 0, 0.3, 0.3]
+    cut = tuple(episode(text, stop="length") for text in ("82", "It is 82, the", "It is 15"))
+    assert number(task("82"), cut) == [0.8, 0.5, 0]
+
+
 def test_environment_adds_up_what_was_given() -> None:
     assert environment(task(None), [episode("", env_rewards=(0.25, 1.0)), episode("")]) == [1.25, 0]
 
 
 def test_a_task_without_an_answer_cannot_be_compared() -> None:
-    for function in (exact_match, arithmetic, countdown):
+    for function in (exact_match, arithmetic, countdown, number):
         with pytest.raises(ValueError, match="task 't' has no answer"):
             function(task(None), group("4"))

@@ -12,7 +12,7 @@ from tandem.track.curve import LearningCurve, draw_png, draw_text, smoothed
 from tandem.track.fake import ListTracker
 from tandem.track.fan_out import Trackers
 from tandem.track.jsonl import JsonlTracker, Series, read_series
-from tandem.track.report import final_report
+from tandem.track.report import before_after, final_report
 from tandem.track.samples import SampleRecord
 from tandem.track.summary import Summary, write_summary
 from tandem.types import Metric, Metrics, RewardResult
@@ -128,6 +128,35 @@ def test_final_report_without_a_terminal() -> None:
         assert expected in text
     assert "pass@8" not in text
     assert "not shown" not in text
+
+
+LIMITS = Summary(
+    eval_before={"greedy": 0.25, "cut_off": 0.5, "n": 8, "failed": 0, "training_limit/greedy": 0.0, "training_limit/cut_off": 1.0},
+    eval_after={"greedy": 0.75, "cut_off": 0.25, "n": 8, "failed": 0, "training_limit/greedy": 0.5, "training_limit/cut_off": 0.5},
+    steps=2,
+    wall_s=3.0,
+)
+
+
+def test_what_was_measured_under_the_limit_of_training_stands_apart(tmp_path: Path) -> None:
+    write_summary(tmp_path / "summary.json", LIMITS)
+    body = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert list(body) == ["eval_before", "eval_after", "training_limit", "steps", "wall_s"]
+    assert body["eval_before"] == {"greedy": 0.25, "cut_off": 0.5, "n": 8, "failed": 0}
+    assert body["training_limit"] == {
+        "eval_before": {"greedy": 0.0, "cut_off": 1.0},
+        "eval_after": {"greedy": 0.5, "cut_off": 0.5},
+    }
+    console = Console(file=io.StringIO(), width=80)
+    console.print(before_after(LIMITS))
+    assert isinstance(console.file, io.StringIO)
+    for row in (
+        "│ pass@1, greedy                    │  25.0% │ 75.0% │ +50.0 pts │",
+        "│ cut off                           │  50.0% │ 25.0% │ -25.0 pts │",
+        "│ pass@1, greedy, limit of training │   0.0% │ 50.0% │ +50.0 pts │",
+        "│ cut off, limit of training        │ 100.0% │ 50.0% │ -50.0 pts │",
+    ):
+        assert row in console.file.getvalue()
 
 
 def test_final_report_in_a_terminal() -> None:

@@ -151,6 +151,18 @@ def test_two_ranks_train_as_one(pools: Pools, replicas: int, config: TrainConfig
                 assert merged[name].value == pytest.approx(metric.value, rel=1e-6, abs=1e-6), (split.__name__, name)
 
 
+def test_the_top_layers_alone_are_trained_by_two_ranks_as_by_one(pools: Pools) -> None:
+    config, start = replace(SGD, top_layers=1), tiny_decoder().weights()
+    want = alone(3, config)
+    pools.each(Trainer.make, tiny_decoder(), config)
+    ranks: list[Trained] = pools.each(Trainer.train, [unevenly(batch) for batch in batches(3, 2)], GRPO)
+    found = blocks(ranks, "weights")
+    assert_close(found, whole(want.weights))
+    assert_close(blocks(ranks, "gradient"), whole(want.gradient))
+    assert {name for name in found if not torch.equal(found[name], start[name])} == blocks(ranks, "gradient").keys()
+    assert 0 < len(blocks(ranks, "gradient")) < len(found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_shards_that_live_on_the_host_train_to_the_same_bits(pools: Pools, tmp_path: Path, dtype: torch.dtype) -> None:
     found: list[dict[str, Tensor]] = []

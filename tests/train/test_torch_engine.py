@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.algos.columns import loss_ref
 from tandem.algos.table import configure
 from tandem.algos.terms import LossInputs, TokenLoss
-from tandem.errors import EngineError, ModelError, NonFiniteError
+from tandem.errors import ConfigError, EngineError, ModelError, NonFiniteError
 from tandem.models.decoder import init_decoder
 from tandem.models.hf import save_decoder
 from tandem.train import outputs
@@ -92,6 +92,38 @@ def test_a_step_is_adamw_on_the_clipped_gradient(max_grad_norm: float) -> None:
             mean, square = first[name] / (1 - slow**step), second[name] / (1 - fast**step)
             want = before[name] * (1 - lr * 0.01) - lr * mean / (square.sqrt() + 1e-3)
             torch.testing.assert_close(named[name].detach(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_only_the_top_layers_and_what_comes_after_them_change(tmp_path: Path) -> None:
+    """Weight decay, which would move what has no gradient but is stepped along, included."""
+    config = TrainConfig(lr=0.05, weight_decay=0.1, top_layers=1)
+    decoder = init_decoder(replace(TINY, num_layers=3, tie_embeddings=False), 0)
+    before = {name: weight.clone() for name, weight in decoder.weights().items()}
+    engine = TorchEngine(decoder, config)
+    for seed in range(2):
+        engine.forward_backward(make_rows([6, 4], seed), GRPO)
+        engine.step()
+    changed = {name for name, weight in decoder.weights().items() if not torch.equal(weight, before[name])}
+    above = {"model.norm.weight", "lm_head.weight"} | {name for name in before if name.startswith("model.layers.2.")}
+    assert changed == above
+    engine.save(tmp_path)
+    again = TorchEngine(init_decoder(decoder.config, 1), config)
+    again.load(tmp_path)
+    for each in (engine, again):
+        each.forward_backward(make_rows([6, 4], 2), GRPO)
+        each.step()
+    for name, weight in decoder.weights().items():
+        assert torch.equal(weight, again.decoder.weights()[name]), name
+
+
+def test_a_tied_embedding_is_below_every_layer() -> None:
+    decoder = tiny_decoder()
+    TorchEngine(decoder, TrainConfig(top_layers=TINY.num_layers))
+    assert [name for name, parameter in decoder.named_parameters() if not parameter.requires_grad] == ["model.embed_tokens.weight"]
+    TorchEngine(decoder, TrainConfig())
+    assert all(parameter.requires_grad for parameter in decoder.parameters())
+    with pytest.raises(ConfigError, match="top_layers=3 are to be trained, and the model has 2 layers: lower it"):
+        TorchEngine(decoder, TrainConfig(top_layers=3))
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_named() -> None:

@@ -59,8 +59,8 @@ def test_numbers_are_those_of_the_records() -> None:
     first = result.episodes[0]
     assert (first.task.id, len(first.completion), first.stop, first.reward) == ("fake-0", 2, "stop", RewardResult(1.0))
     metrics = result.metrics().values_by_name()
-    assert metrics["eval/pass@1"] == result.pass_at_1
-    assert (metrics["eval/n"], metrics["eval/failed"], metrics["eval/pass@4"], metrics["eval/greedy"]) == (6, 0, 1.0, 0.0)
+    assert metrics["pass@1"] == result.pass_at_1
+    assert (metrics["n"], metrics["failed"], metrics["pass@4"], metrics["greedy"], metrics["cut_off"]) == (6, 0, 1.0, 0.0, 0.0)
 
 
 def test_what_could_not_be_judged_is_counted_and_never_a_zero() -> None:
@@ -78,7 +78,7 @@ def test_what_could_not_be_judged_is_counted_and_never_a_zero() -> None:
     reasons = [episode.reward.reason for episode in result.episodes if episode.reward is not None and not episode.reward.ok]
     assert reasons == ["timeout"] + ["ValueError: no such tool"] * 2
     assert result.greedy is None
-    assert "eval/greedy" not in result.metrics()
+    assert "greedy" not in result.metrics()
     with pytest.raises(RunError, match=r"none of 6 .* eval:0\.0\.0: timeout"):
         run(lambda episode: RewardResult.failed("timeout"))
 

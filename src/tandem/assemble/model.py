@@ -30,16 +30,20 @@ ADAPTER = "adapter"  # in the directory of a model that was trained by one
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, with its text side; the probe says which law its numbers are under on this machine, if it generates."""
+    """What is trained, with its text side; the probe says which law its numbers are under on this machine, if it generates.
+
+    top_layers: of the model, those that are trained; 0 is all.
+    """
 
     decoder: LanguageModel
     tokenizer: Tokenizer
     renderer: TemplateRenderer
     probed: ProbeResult | None
+    top_layers: int = 0
 
     def describe(self) -> str:
         count, trained = self.sizes
-        size = f"{count:,} parameters" + (f", of which {trained:,} are an adapter's and trained" if trained < count else "")
+        size = f"{count:,} parameters" + (f", of which {trained:,} are trained" if trained < count else "")
         law = f"rollout and trainer logprobs: {self.probed.law}" if self.probed is not None else "trained by transformers' code"
         return f"model: {size}, {self.tokenizer.vocab_size} tokens; {law}"
 
@@ -47,7 +51,7 @@ class Model:
     def sizes(self) -> tuple[int, int]:
         """Parameters, and those that are trained."""
         parameters, adapter = dict(self.decoder.named_parameters()), self.decoder.adapter
-        names = parameters.keys() if adapter is None else adapter.names
+        names = parameters.keys() - self.decoder.below(self.top_layers) if adapter is None else adapter.names
         return sum(each.numel() for each in parameters.values()), sum(parameters[name].numel() for name in names)
 
     def save(self, directory: Path) -> None:
@@ -108,7 +112,7 @@ def build_model(recipe: Recipe, kind: type[Decoder] = Decoder) -> Model:
 
     adapt(decoder)
     probed = probe(decoder.config, dtype, adapt) if isinstance(decoder, Decoder) else None
-    return Model(decoder, tokenizer, TemplateRenderer(tokenizer, template), probed)
+    return Model(decoder, tokenizer, TemplateRenderer(tokenizer, template), probed, recipe.train.top_layers)
 
 
 def check_fit(vocab_size: int, max_positions: int | None, tokenizer: Tokenizer, recipe: Recipe, what: str) -> None:

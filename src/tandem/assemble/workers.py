@@ -138,7 +138,12 @@ class Workers:
             self._queue = serving.client()
 
     def group(self, model: LanguageModel | Blueprint, job: Job) -> WorkerGroup:
-        """The workers of a role. model: a live one is used as it is where workers are shared, else copied without its weights."""
+        """The workers of a role. model: a live one is used as it is where workers are shared, else copied without its weights.
+
+        Raises ConfigError for more top_layers than the model has.
+        """
+        if job.train.top_layers:
+            (model if isinstance(model, LanguageModel) else model.outline()).below(job.train.top_layers)
         if self.shared:
             return self._runtime.group(job.role, "", _WHOLE, model, job, self._queue)
         pool = self._pool(job.role)

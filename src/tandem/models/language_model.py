@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.errors import ConfigError
 from tandem.models.adapters import Adapter
 
 
@@ -76,6 +77,21 @@ class LanguageModel(nn.Module):
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """By their Hugging Face names; not those of an adapter."""
         return dict(self.named_parameters()) if self.adapter is None else self.adapter.frozen()
+
+    def below(self, top_layers: int) -> frozenset[str]:
+        """The parameters that come before the last `top_layers` layers: embeddings and layers; none for 0.
+
+        Raises ConfigError where there are fewer layers.
+        """
+        if top_layers > len(self.layers):
+            raise ConfigError(f"top_layers={top_layers} are to be trained, and the model has {len(self.layers)} layers: lower it")
+        names: list[str] = []
+        first = next(self.layers[-top_layers].parameters()) if top_layers else next(self.parameters())
+        for name, parameter in self.named_parameters():
+            if parameter is first:
+                break
+            names.append(name)
+        return frozenset(names)
 
     def weights(self) -> dict[str, Tensor]:
         """Every weight that is not tied by its Hugging Face name, what an adapter adds included."""

@@ -1,7 +1,7 @@
 """Built-in reward functions: `function(task, group) -> one value an episode, in order`.
 
-`FUNCTIONS` is the registry's table of them. Only an answer that came to its end counts: an episode that was cut off has
-no answer. Imports nothing heavy, since every worker imports it.
+`FUNCTIONS` is the registry's table of them. Only an answer that came to its end counts, but for `number`, which is for models that
+do not come to one yet. Imports nothing heavy, since every worker imports it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ FUNCTIONS = {
     "sorting": "tandem.rewards.functions:exact_match",
     "countdown": "tandem.rewards.functions:countdown",
     "calculator": "tandem.rewards.functions:exact_match",
+    "largest": "tandem.rewards.functions:number",
     "environment": "tandem.rewards.functions:environment",
 }
 
@@ -55,6 +56,23 @@ def countdown(task: Task, group: Sequence[Episode]) -> list[float]:
         return value == problem["target"] and (used <= given if problem["use"] == "some" else used == given)
 
     return _judged(group, right)
+
+
+def number(task: Task, group: Sequence[Episode]) -> list[float]:
+    """0.5 where the last number in the answer is right, 0.2 more where it also came to its end; 0.3 for a number and nothing else.
+
+    For a model that can talk: the first part is what is asked, the other two are the way there. Numbers are whole ones.
+    """
+    answer = int(str(_answer(task)))
+
+    def graded(episode: Episode) -> float:
+        text = episode.completion.strip()
+        numbers = re.findall(r"-?[0-9]{1,18}", text)
+        right = bool(numbers) and int(numbers[-1]) == answer
+        bare = re.fullmatch(r"-?[0-9]{1,18}", text) is not None
+        return (0.5 * right) + (0.2 * (right and episode.stop == "stop")) + (0.3 * bare)
+
+    return [graded(episode) for episode in group]
 
 
 def environment(task: Task, group: Sequence[Episode]) -> list[float]:

@@ -12,9 +12,10 @@ from rich.text import Text
 
 from tandem.track.curve import LearningCurve, draw_text
 from tandem.track.samples import SampleRecord
-from tandem.track.summary import Summary
+from tandem.track.summary import TRAINING_LIMIT, Summary
 
-_NAMES = {"pass@1": "pass@1, sampled", "greedy": "pass@1, greedy"}
+_NAMES = {"pass@1": "pass@1, sampled", "greedy": "pass@1, greedy", "cut_off": "cut off", "failed": "not judged, left out"}
+_CUT = f"{TRAINING_LIMIT}/"
 
 
 def final_report(
@@ -49,16 +50,19 @@ def before_after(summary: Summary) -> Table:
     table.add_column("")
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
+    limits = any(name.startswith(_CUT) for name in before)  # where there are two limits, each says what it cuts off
     for name in before:
-        if name == "failed" and before[name] + after.get(name, 0):
-            table.add_row("not judged, left out", f"{before[name]:.0f}", f"{after.get(name, 0):.0f}", "")
-        elif name in after and name not in ("n", "failed"):
-            rate = name.startswith(("pass@", "greedy", "preference_accuracy"))
+        kind = name.removeprefix(_CUT)
+        label = _NAMES.get(kind, kind) + (", limit of training" if kind != name else "")
+        if kind == "failed" and before[name] + after.get(name, 0):
+            table.add_row(label, f"{before[name]:.0f}", f"{after.get(name, 0):.0f}", "")
+        elif name in after and kind not in ("n", "failed") and (limits or kind != "cut_off"):
+            rate = kind.startswith(("pass@", "greedy", "preference_accuracy", "cut_off"))
             change = after[name] - before[name]
-            better = 0.0 if not rate and name != "loss" else change if rate else -change
+            better = -change if kind in ("loss", "cut_off") else change if rate else 0.0
             style = "green" if better > 0 else "red" if better < 0 else ""
             shown = [f"{value:.1%}" if rate else f"{value:.4g}" for value in (before[name], after[name])]
-            table.add_row(_NAMES.get(name, name), *shown, Text(f"{100 * change:+.1f} pts" if rate else f"{change:+.4g}", style))
+            table.add_row(label, *shown, Text(f"{100 * change:+.1f} pts" if rate else f"{change:+.4g}", style))
     return table
 
 

@@ -1,6 +1,9 @@
 """summary.json: what a run achieved, in one small file for scripts.
 
 {"eval_before": {"pass@1": 0.31, "greedy": 0.34, "n": 512, ...}, "eval_after": {...}, "steps": 60, "wall_s": 71.2, ...}
+
+Where evaluation.max_tokens is not what episodes of training have, those rates are under that limit, and the ones under the limit
+of training stand beside them: "training_limit": {"eval_before": {...}, "eval_after": {...}}.
 """
 
 from __future__ import annotations
@@ -9,9 +12,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from tandem.durable import write_whole
 from tandem.types import Json
+
+TRAINING_LIMIT = "training_limit"  # begins the names of what was measured under it
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,8 @@ class Summary:
     and what it measures beside ("loss", "preference_accuracy", ...), "n", the tasks, and "failed", the episodes that could not
     be judged; empty where nothing was measured.
 
-    facts: more that belongs on record (seed, the hash of the final weights), beside the others in the file.
+    facts: more that belongs on record (seed, the hash of the final weights, this process's peak of memory), beside the
+    others in the file.
     """
 
     eval_before: Mapping[str, float]
@@ -32,10 +39,16 @@ class Summary:
 
 def write_summary(path: Path, summary: Summary) -> None:
     """Replaces the file as a whole; ValueError for NaN or infinity."""
+    found = {"eval_before": summary.eval_before, "eval_after": summary.eval_after}
+    prefix = f"{TRAINING_LIMIT}/"
+    cut = {
+        when: {name.removeprefix(prefix): rate for name, rate in rates.items() if name.startswith(prefix)}
+        for when, rates in found.items()
+    }
     body: dict[str, Json] = {
         **summary.facts,
-        "eval_before": dict(summary.eval_before),
-        "eval_after": dict(summary.eval_after),
+        **{when: {name: rate for name, rate in rates.items() if not name.startswith(prefix)} for when, rates in found.items()},
+        **({TRAINING_LIMIT: cast("Json", cut)} if any(cut.values()) else {}),
         "steps": summary.steps,
         "wall_s": round(summary.wall_s, 3),
     }

@@ -15,7 +15,8 @@ class TrainConfig:
     `warmup_steps` updates of rising linearly; "linear" and "cosine" reach 0 after `total_steps` updates (0: when the run ends).
     max_grad_norm: the gradient's global norm is scaled down to it; .inf is off. micro_batch_tokens: tokens, padding
     included, of one pass through the model; a longer row passes alone. activation_checkpointing: compute each layer again in
-    the backward pass instead of keeping what it computed: less memory, about a quarter more time. max_nonfinite: how
+    the backward pass instead of keeping what it computed: less memory, about a quarter more time. top_layers: train the last
+    so many layers and what comes after them, and leave all before as it is; 0 is the whole model. max_nonfinite: how
     many steps in a row may be refused for a NaN or an infinity before the run stops.
     """
 
@@ -29,6 +30,7 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 4096
     activation_checkpointing: bool = False
+    top_layers: int = 0
     max_nonfinite: int = 3
 
     def __post_init__(self) -> None:
@@ -40,6 +42,7 @@ class TrainConfig:
             (self.warmup_steps >= 0, f"warmup_steps must not be negative, got {self.warmup_steps}"),
             (self.max_grad_norm > 0, f"max_grad_norm must be positive (.inf is off), got {self.max_grad_norm}"),
             (self.micro_batch_tokens > 0, f"micro_batch_tokens must be positive, got {self.micro_batch_tokens}"),
+            (self.top_layers >= 0, f"top_layers must not be negative (0 is the whole model), got {self.top_layers}"),
             (self.max_nonfinite >= 0, f"max_nonfinite must not be negative, got {self.max_nonfinite}"),
             (
                 self.total_steps > self.warmup_steps or self.total_steps == 0,

@@ -56,6 +56,8 @@ class TorchEngine:
         self._ranks: Ranks = ranks or OneRank(decoder)
         decoder.recompute = config.activation_checkpointing
         self._parameters = trained(decoder, decoder.adapter)
+        for name in decoder.below(config.top_layers):
+            self._parameters[name].requires_grad_(False)  # without a gradient they stay as they are
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=config.lr,

@@ -25,6 +25,7 @@ from tandem.types import Episode, Key, Metric, Metrics, RewardResult, SamplingPa
 class EvaluationConfig:
     """tasks: how many of the held-out tasks, from the first. samples: sampled episodes of each. pass_at: the k of
     pass@k, each at most `samples`. solved: the reward from which an episode passes. greedy: one greedy episode a task too.
+    max_tokens: new tokens of an episode at most; null is sampling.max_tokens, and where it is another, both are measured.
     max_concurrent: episodes at once. stall_limit_s: how long no task may end before the evaluation gives up.
     """
 
@@ -33,6 +34,7 @@ class EvaluationConfig:
     pass_at: tuple[int, ...] = ()
     solved: float = 1.0
     greedy: bool = True
+    max_tokens: int | None = None
     max_concurrent: int = 256
     stall_limit_s: float = 600.0
 
@@ -40,6 +42,8 @@ class EvaluationConfig:
         for name in ("tasks", "samples", "max_concurrent"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if not all(1 <= k <= self.samples for k in self.pass_at):
             raise ValueError(f"pass_at={self.pass_at} needs 1 to samples={self.samples} each: pass@k takes k or more samples")
         if not self.stall_limit_s > 0:
@@ -50,14 +54,16 @@ class EvaluationConfig:
 class EvalResult:
     """pass_at_1: mean over tasks of the share of its judged samples that pass. greedy: the share of judged greedy ones,
     or None where there are none. pass_at: k to the mean over tasks with at least k judged samples. reward: mean of the
-    judged samples. n: tasks. failed: episodes that could not be judged. episodes: the sampled ones, each with a reward
-    or the reason why not, in key order; greedy_episodes likewise.
+    judged samples. cut_off: the share of all episodes, greedy ones included, that ended for their length. n: tasks.
+    failed: episodes that could not be judged. episodes: the sampled ones, each with a reward or the reason why not, in
+    key order; greedy_episodes likewise.
     """
 
     pass_at_1: float
     greedy: float | None
     pass_at: Mapping[int, float]
     reward: float
+    cut_off: float
     n: int
     failed: int
     seconds: float
@@ -65,12 +71,14 @@ class EvalResult:
     greedy_episodes: tuple[Episode, ...]
 
     def metrics(self) -> Metrics:
-        """As `eval/...`, each a mean over `n` tasks or a count."""
-        means = {"pass@1": self.pass_at_1, "reward": self.reward} | {f"pass@{k}": value for k, value in self.pass_at.items()}
+        """Each a mean over `n` tasks or a count."""
+        means = {"pass@1": self.pass_at_1, "reward": self.reward, "cut_off": self.cut_off} | {
+            f"pass@{k}": value for k, value in self.pass_at.items()
+        }
         if self.greedy is not None:
             means["greedy"] = self.greedy
         counts = Metrics({name: Metric(value, reduction="sum") for name, value in (("n", self.n), ("failed", self.failed))})
-        return (Metrics.mean(means, self.n) + counts + Metrics.sum({"time_s": self.seconds})).prefixed("eval")
+        return Metrics.mean(means, self.n) + counts + Metrics.sum({"time_s": self.seconds})
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -176,6 +184,7 @@ def _result(episodes: Sequence[Episode], n: int, config: EvaluationConfig, secon
         greedy=passes(greedy_rewards) / len(greedy_rewards) if greedy_rewards else None,
         pass_at=pass_at,
         reward=mean([value for values in rewards.values() for value in values]),
+        cut_off=sum(episode.stop == "length" for episode in episodes) / len(episodes),
         n=n,
         failed=sum(_value(episode) is None for episode in episodes),
         seconds=seconds,

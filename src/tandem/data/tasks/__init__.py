@@ -9,4 +9,5 @@ TASKS = {
     "sorting": "tandem.data.tasks.sorting:Sorting",
     "countdown": "tandem.data.tasks.countdown:Countdown",
     "calculator": "tandem.data.tasks.calculator:Calculator",
+    "largest": "tandem.data.tasks.largest:Largest",
 }
