@@ -278,6 +278,85 @@ def algos(name: str | None) -> None:
     click.echo("\n".join(describe.listing() if name is None else describe.description(name)))
 
 
+@tandem.command()
+@click.argument("place", default="runs", type=click.Path(path_type=Path))
+@_debug_option
+def runs(place: Path) -> None:
+    """List the runs below a directory: where each stands, and what became of its held-out value.
+
+    \b
+    Examples:
+      tandem runs
+      tandem runs path/to/experiments
+    """
+    from rich.console import Console
+
+    from tandem.track.runs import find_runs, table_of
+
+    if not (found := find_runs(place)):
+        raise ConfigError(f"there is no run in {place}: a run has a config.yaml and a metrics.jsonl")
+    Console().print(table_of(found))
+
+
+@tandem.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--samples", type=click.IntRange(0), default=4, show_default=True, help="So many of the last step's, best and worst.")
+@click.option("--metric", "metrics", multiple=True, help="A metric to show, and not the usual ones; repeatable.")
+@_debug_option
+def show(run: Path, samples: int, metrics: tuple[str, ...]) -> None:
+    """Show a run, also one that is going on: before and after, its curve, its metrics, its last samples.
+
+    \b
+    Examples:
+      tandem show runs/quickstart
+      tandem show runs/quickstart --metric train/entropy --metric rollout/length --samples 0
+    """
+    from rich.console import Console
+
+    from tandem.track import runs as of_runs
+
+    of_runs.show(of_runs.read_run(run), Console(), samples=samples, metrics=metrics)
+
+
+@tandem.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("key")
+@_debug_option
+def why(run: Path, key: str) -> None:
+    """Tell the life of one episode: who sampled it, what it got and why, and the step that trained on it or why none did.
+
+    KEY is that of a line of samples.jsonl: train:12.3.0, or 12.3 for short.
+
+    \b
+    Examples:
+      tandem why runs/quickstart train:12.3.0
+      tandem why runs/quickstart 12.3
+    """
+    from rich.console import Console
+
+    from tandem.track.life import find, life
+    from tandem.track.runs import read_run
+
+    record = read_run(run)
+    Console().print(life(record, *find(record, key)))
+
+
+@tandem.command()
+@_debug_option
+def doctor() -> int:
+    """Say what is installed, what this machine can do, and what each missing extra would bring.
+
+    The exit code is 1 where something that Tandem needs is missing.
+    """
+    from rich.console import Console
+
+    from tandem import doctor as of_doctor
+
+    findings = of_doctor.examine()
+    of_doctor.show(findings, Console())
+    return int(any(finding.verdict == "wrong" for finding in findings))
+
+
 @tandem.group()
 def data() -> None:
     """Look at data before it is trained on."""

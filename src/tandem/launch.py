@@ -2,7 +2,7 @@
 
     runs/NAME/
       config.yaml      every value of the recipe
-      metrics.jsonl    a line a step              samples.jsonl   every episode that was trained on
+      metrics.jsonl    a line a step              samples.jsonl   every episode, trained on or dropped
       snapshots/       to resume from             journal.jsonl   judgements that depended on a clock
       tensorboard/     curve.png  summary.json    final/          a Hugging Face directory
       initial/         the policy as the main phase begins, where a worker begins as a copy of it
@@ -183,7 +183,7 @@ class _PhaseRun:
         del metrics  # they are logged already
         step, last = policy.version, policy.version == self.phase.steps
         if isinstance(self.phase.source, RolloutSource):
-            self.samples.write(self.phase.source.consumed, step)
+            self.samples.write(self.phase.source.settled, step)
         if self.phase.roles.due(step):
             weights = (self.directory / "reset").resolve()
             (await self.phase.current()).save(weights)

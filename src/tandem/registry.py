@@ -97,20 +97,26 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}{where}"
 
 
-def _install(module: str) -> str:
-    """The command that brings a missing module: the extra of this distribution that requires it, if one does."""
-    wanted = _normal(module.partition(".")[0])
+def extras() -> dict[str, tuple[str, ...]]:
+    """The packages of each extra of this distribution, those that bring all of them left out; {} where it is not installed."""
     try:
         requirements = metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        requirements = []
-    extras: list[str] = []
+        return {}
+    found: dict[str, tuple[str, ...]] = {}
     for requirement in requirements:
         package, extra = re.match(r"[\w.-]+", requirement), re.search(r"extra == ['\"]([\w.-]+)['\"]", requirement)
-        if package and extra and _normal(package[0]) == wanted and extra[1] not in _OF_EVERYTHING:
-            extras.append(extra[1])
-    if extras:
-        return f"pip install '{_DISTRIBUTION}[{extras[0]}]'"
+        if package and extra and extra[1] not in _OF_EVERYTHING:
+            found[extra[1]] = (*found.get(extra[1], ()), package[0])
+    return found
+
+
+def _install(module: str) -> str:
+    """The command that brings a missing module: the extra of this distribution that requires it, if one does."""
+    wanted = _normal(module.partition(".")[0])
+    for extra, packages in extras().items():
+        if wanted in map(_normal, packages):
+            return f"pip install '{_DISTRIBUTION}[{extra}]'"
     return f"install the package that provides {module!r}"
 
 

@@ -89,6 +89,13 @@ class PolicyRef:
     def __str__(self) -> str:
         return f"{self.name}@{self.incarnation}.{self.version}"
 
+    @classmethod
+    def parse(cls, text: str) -> PolicyRef:
+        """Inverse of `str(policy)`; raises ValueError on anything else."""
+        name, _, numbers = text.rpartition("@")
+        incarnation, version = map(int, numbers.split("."))
+        return cls(name, incarnation, version)
+
 
 # ------------------------------------------------------------------------------------------------ conversation
 

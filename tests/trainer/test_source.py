@@ -153,9 +153,9 @@ def test_the_episodes_of_the_last_batch_are_kept_for_records() -> None:
     async def scenario() -> None:
         async with aclosing(aiter(made.source)) as batches:
             batch = await anext(batches)
-            assert made.source.consumed == ()
+            assert made.source.settled == ()
             await made.source.advance(PolicyRef(version=1))
-            assert [record["key"] for record in made.source.consumed] == [str(key) for key in batch.keys]
+            assert [record["key"] for record in made.source.settled] == [str(key) for key in batch.keys]
 
     asyncio.run(scenario())
 

@@ -28,6 +28,7 @@ from tandem.rollout.weights import copy_shards
 from tandem.track.samples import SampleRecord
 from tandem.train.config import TrainConfig
 from tandem.trainer import stages
+from tandem.trainer.credit import COLUMNS as CREDITED
 from tandem.trainer.dataset import Comparisons, DatasetSource, Demonstrations
 from tandem.trainer.heldout import HeldOutLoss
 from tandem.trainer.kl_control import KLControls
@@ -180,6 +181,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
         reads=planned.reads,
         record=lambda episode: SampleRecord.of(episode).line(),
         ahead=ahead,
+        tells=CREDITED & (planned.gives | planned.reads),
         components=_components(recipe, chosen, planned),
     )
     return Phase(

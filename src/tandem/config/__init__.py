@@ -24,7 +24,7 @@ from tandem.config.document import Node, Origin, read_file, read_override, to_li
 from tandem.config.schema import flatten, leaves, plain
 from tandem.errors import ConfigError
 
-__all__ = ["DEFAULT", "Origin", "Resolved", "dump", "explain", "flatten", "leaves", "load"]
+__all__ = ["DEFAULT", "Origin", "Resolved", "dump", "explain", "flatten", "leaves", "load", "read"]
 
 T = TypeVar("T")
 
@@ -56,6 +56,18 @@ def load(path: Path, overrides: Sequence[str], schema: type[T]) -> Resolved[T]:
         where = f"{path} and its overrides" if overrides else f"{path}"
         raise ConfigError("\n".join([f"{count} in {where}:", *(f"  {line}" for line in lines)]))
     return Resolved(cast(T, value), {leaf: builder.origins.get(leaf, DEFAULT) for leaf, _ in flatten(value)})
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a file that `dump` wrote says, as it stands: no schema, so that files of other versions can be read too.
+
+    Raises ConfigError where it is no mapping.
+    """
+    problems: list[str] = []
+    node = read_file(path, problems)
+    if node is None or node.entries is None or problems:
+        raise ConfigError("\n".join(problems) or f"{path} is no mapping")
+    return node.plain()
 
 
 def explain(resolved: Resolved[Any]) -> list[str]:

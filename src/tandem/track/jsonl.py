@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,8 +63,13 @@ class Series:
 
 def read_series(path: Path, metric: str) -> Series:
     """The finite values of `metric` in a metrics.jsonl, in the order of its lines."""
+    return series_of(records(path), metric)
+
+
+def series_of(lines: Iterable[Mapping[str, Json]], metric: str) -> Series:
+    """The same of lines that were read."""
     pairs: list[tuple[int, float]] = []
-    for record in records(path):
+    for record in lines:
         step, value = record["step"], record.get(metric)
         if isinstance(step, int) and isinstance(value, int | float):
             pairs.append((step, value))

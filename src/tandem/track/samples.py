@@ -1,15 +1,17 @@
-"""samples.jsonl: what the policy wrote and what it got for it, one line an episode, for people and for later analysis.
+"""samples.jsonl: what the policy wrote, what it got for it and what became of it, one line an episode, for people.
 
 Text here is a view for readers; nothing is trained on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, cast
 
-from tandem.durable import AppendLog
+from tandem.durable import AppendLog, records
+from tandem.errors import SnapshotError
 from tandem.track.jsonl import offset_of
 from tandem.types import Episode, Json, Key, Message, PolicyRef, Role, Stop
 
@@ -20,7 +22,7 @@ class SampleRecord:
     policy did not write are marked with their role.
 
     policy: the oldest that sampled any of its tokens. reward None: not judged, or not possible to judge for `reason`.
-    tokens: how many the policy sampled.
+    tokens: how many the policy sampled. dropped: why it was not trained on; "" where it was.
     """
 
     key: Key
@@ -34,6 +36,9 @@ class SampleRecord:
     tokens: int | None = None
     components: Mapping[str, float] = field(default_factory=dict[str, float])
     reason: str = ""
+    advantage: float | None = None
+    ratio: float | None = None
+    dropped: str = ""
 
     @classmethod
     def of(cls, episode: Episode) -> SampleRecord:
@@ -53,6 +58,18 @@ class SampleRecord:
             reason=episode.error or (reward.reason if reward else ""),
         )
 
+    @classmethod
+    def read(cls, line: Mapping[str, Any]) -> SampleRecord:
+        """Inverse of `line`. Raises SnapshotError for anything else."""
+        known = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {name: value for name, value in line.items() if name in known}
+        try:
+            values["policy"] = PolicyRef.parse(values["policy"]) if values["policy"] else None
+            values["key"] = Key.parse(values["key"])
+            return cls(**values)
+        except (KeyError, TypeError, ValueError) as problem:
+            raise SnapshotError(f"{dict(line)} is not the record of an episode: {problem!r}") from problem
+
     def line(self) -> dict[str, Json]:
         """As it is written; what it does not have is left out."""
         line: dict[str, Json] = {
@@ -69,12 +86,21 @@ class SampleRecord:
             "tokens": self.tokens,
             "components": dict(self.components) or None,
             "reason": self.reason or None,
+            "advantage": self.advantage,
+            "ratio": self.ratio,
+            "dropped": self.dropped or None,
         }
         return line | {name: value for name, value in extras.items() if value is not None}
 
 
 def _text(messages: Sequence[Message], plain: Role) -> str:
     return "\n".join(message.content if message.role == plain else f"[{message.role}] {message.content}" for message in messages)
+
+
+def read_samples(path: Path) -> Iterator[tuple[int, SampleRecord]]:
+    """The step of each record, in which it was trained on or after which it was dropped, and the record."""
+    for line in records(path):
+        yield int(cast("int", line.get("step", 0))), SampleRecord.read(line)
 
 
 class SampleLog:

@@ -12,9 +12,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from tandem.durable import write_whole
+from tandem.errors import SnapshotError
 from tandem.types import Json
 
 TRAINING_LIMIT = "training_limit"  # begins the names of what was measured under it
@@ -35,6 +36,18 @@ class Summary:
     steps: int
     wall_s: float
     facts: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+def read_summary(path: Path) -> Summary | None:
+    """What `write_summary` wrote there; None where it did not. Raises SnapshotError for a file of something else."""
+    if not path.is_file():
+        return None
+    try:
+        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known = {name: body.pop(name) for name in ("eval_before", "eval_after", "steps", "wall_s")}
+    except (ValueError, KeyError, AttributeError) as error:
+        raise SnapshotError(f"{path} is not the summary of a run: {error!r}") from error
+    return Summary(**known, facts=body)
 
 
 def write_summary(path: Path, summary: Summary) -> None:

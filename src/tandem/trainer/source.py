@@ -29,6 +29,7 @@ from tandem.errors import RunError
 from tandem.faults import crash_point
 from tandem.ports import LLM, AgentLoop, Dataset, Lease, Reward, RolloutEngine, TransferQueue
 from tandem.trainer.ahead import run_ahead
+from tandem.trainer.credit import credit
 from tandem.trainer.episodes import first_error, run_episode
 from tandem.trainer.intake import Intake
 from tandem.trainer.plan import NOTHING, Plan
@@ -79,6 +80,12 @@ class _Cohort:
     dropped: dict[Key, str]
 
     @property
+    def ended(self) -> list[Episode]:
+        """All of them as far as they got, judged where they were, in key order."""
+        judged = {episode.key: episode for episode in self.judged}
+        return [judged.get(episode.key, episode) for episode in self.episodes]
+
+    @property
     def good(self) -> list[Episode]:
         """Those whose reward did not fail."""
         return [episode for episode in self.judged if episode.reward is None or episode.reward.ok]
@@ -97,7 +104,8 @@ class RolloutSource:
     ahead: stages that run on groups as they are put, while others are sampled; a batch has their columns.
     reward: None where nobody judges, and column `rewards` is not given. reads: the columns that the plan and the update read; of
     those in `costly` only these are made. components: the names of column `reward_components`, in order; each reward must have
-    them. record: of an episode, for people, from when its group is put.
+    them. record: of an episode, for people, from when its group is put. tells: the columns that credit.py adds to it, which a batch
+    has when it was trained on.
     """
 
     costly: ClassVar[frozenset[str]] = frozenset({"reward_baselines", "reward_components"})
@@ -124,6 +132,7 @@ class RolloutSource:
         reads: frozenset[str],
         record: Callable[[Episode], dict[str, Json]],
         ahead: Plan = NOTHING,
+        tells: frozenset[str] = frozenset(),
         components: Sequence[str] = (),
         space: str = "train",
     ) -> None:
@@ -135,14 +144,15 @@ class RolloutSource:
         self._min_episodes = algorithm.min_episodes
         self._keep = keep_function(algorithm.keep) if algorithm.keep is not None else None
         self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}")
-        self._ahead = ahead
+        self._ahead, self._tells = ahead, tells
         self._intake = Intake(queue, space, config.groups_per_step, schedule, policy, ahead.gives | {"tokens", "mask"})
         self._running: set[GroupKey] = set()  # admitted, and neither put nor dropped
         self._tally = _Tally()
         self._metrics = Metrics()
         self._done: dict[GroupKey, _Done] = {}  # of groups that are put and not consumed
-        self.consumed: tuple[Mapping[str, Json], ...] = ()
-        """Records of the episodes of the batch that was trained on last, in key order."""
+        self._dropped: list[dict[str, Json]] = []  # records of groups that were dropped since the last step
+        self.settled: tuple[Mapping[str, Json], ...] = ()
+        """Records of the episodes that the last step trained on, in key order, with their credit, and of groups dropped since."""
 
     @property
     def policy(self) -> PolicyRef:
@@ -163,9 +173,11 @@ class RolloutSource:
 
     async def advance(self, policy: PolicyRef) -> Metrics:
         metrics, self._metrics = self._metrics, Metrics()
-        groups = self._intake.leased.groups
-        done = [self._done.pop(group) for group in groups]
-        self.consumed = tuple(record for each in done for record in each.records)
+        leased = self._intake.leased
+        told = await credit(self._queue, leased, self._tells)
+        done = [self._done.pop(group) for group in leased.groups]
+        trained = [record | told.get(Key.parse(str(record["key"])), {}) for each in done for record in each.records]
+        self.settled, self._dropped = (*trained, *self._dropped), []
         return sum((each.metrics for each in done), metrics) + await self._intake.advance(policy)
 
     @asynccontextmanager
@@ -192,6 +204,7 @@ class RolloutSource:
             **self._intake.state(),
             "running": running,
             "done": done,
+            "dropped": [*self._dropped],
             "metrics": self._metrics.state(),
             "tally": self._tally.state(),
         }
@@ -204,6 +217,7 @@ class RolloutSource:
         self._done = {
             GroupKey(self._intake.space, ordinal): _Done(records, Metrics.restored(metrics)) for ordinal, records, metrics in done
         }
+        self._dropped = cast("list[dict[str, Json]]", state["dropped"])
         self._metrics = Metrics.restored(cast("Mapping[str, Json]", state["metrics"]))
         self._tally = _Tally.restored(cast("Mapping[str, Json]", state["tally"]))
 
@@ -259,13 +273,15 @@ class RolloutSource:
         metrics = group_metrics(cohort.episodes, cohort.judged, outcome)
         if greedy is not None:
             metrics += _greedy_metrics(greedy)
+        records = [self._record(episode) | _why(outcome.dropped.get(episode.key)) for episode in cohort.ended]
         if outcome.kept:
             rows, of_shaping = self._rows(outcome.kept, greedy)
             await self._queue.put(rows)
             crash_point("rollout.after_put")
-            self._done[group] = _Done([self._record(episode) for episode in cohort.judged], metrics + of_shaping)
+            self._done[group] = _Done(records, metrics + of_shaping)
         else:
             self._metrics += metrics
+            self._dropped += records
         self._running.discard(group)
         self._tally.count(group, cohort, greedy, outcome)
         if not outcome.kept:
@@ -366,6 +382,10 @@ def _complaint(episode: Episode) -> str:
     if episode.reward is not None:
         return f"{episode.key}: {episode.reward.reason}" if not episode.reward.ok else ""
     return ""
+
+
+def _why(dropped: str | None) -> dict[str, Json]:
+    return {} if dropped is None else {"dropped": dropped}
 
 
 def _greedy_metrics(greedy: _Cohort) -> Metrics:
