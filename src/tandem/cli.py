@@ -397,6 +397,39 @@ def check_data(file: Path, heldout: Path | None, columns: tuple[str, ...], token
     show(train, other, max_tokens, Console())
 
 
+@tandem.group()
+def reward() -> None:
+    """Look at a reward before it is trained on."""
+
+
+@reward.command("check")
+@_recipe_argument
+@_overrides_argument
+@click.option(
+    "--answers", type=click.Path(path_type=Path), help="JSON lines with task (its id) and text, as a run's samples.jsonl."
+)
+@click.option("-n", "count", type=click.IntRange(1), default=8, show_default=True, help="Tasks to look at, from the first.")
+@_debug_option
+def check_reward(recipe: Path, overrides: tuple[str, ...], answers: Path | None, count: int) -> None:
+    """Judge sample answers by a recipe's reward.
+
+    RECIPE's section reward judges answers to tasks of data.train: those of --answers, or else of each task the reference
+    answer and an empty one. No model is loaded.
+
+    \b
+    Examples:
+      tandem reward check recipe.yaml
+      tandem reward check recipe.yaml reward.function=my_reward.py:compute_score
+      tandem reward check recipe.yaml --answers runs/mine/samples.jsonl -n 100
+    """
+    resolved = _load(recipe, overrides)
+    from rich.console import Console
+
+    from tandem.assemble.reward_check import check
+
+    check(resolved.value, answers, count, Console())
+
+
 def _config_of(run: Path) -> Path:
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not the directory of a run: it has no config.yaml")

@@ -9,10 +9,12 @@ import torch
 
 from tandem.data_proto import DataProto
 from tandem.ports import Collect, Dispatch, Reward, register
-from tandem.rewards.config import RewardConfig
+from tandem.rewards.config import JudgeConfig, RewardConfig
 from tandem.rewards.fake import FakeReward
+from tandem.rewards.judge import JudgeReward
 from tandem.rewards.model import ModelReward
 from tandem.rewards.remote import RemoteReward
+from tandem.rewards.weighted import WeightedReward
 from tandem.rewards.workers import FunctionReward
 from tandem.runtime.fake import FakeGroup
 from tandem.types import Episode, RewardResult
@@ -22,17 +24,23 @@ from tests.rewards.judge import judging
 Make = Callable[[str], Reward]
 """From the address of a judge."""
 
+GRADED = "Is {reference} the same as {answer}?"
+
 REWARDS: dict[str, Make] = {
     "fake": lambda _: FakeReward(),
     "function": lambda _: FunctionReward(RewardConfig(function="exact_match")),
     "remote": lambda url: RemoteReward(RewardConfig(url=url)),
     "model": lambda _: ModelReward(FakeGroup(LastToken(right=1.0))),
+    "judge": lambda url: JudgeReward(RewardConfig(judge=JudgeConfig(url, "m", GRADED))),
+    "weighted": lambda url: WeightedReward({"a": (FakeReward(), 0.5), "b": (RemoteReward(RewardConfig(url=url)), 0.5)}),
 }
 FAILING: dict[str, Make] = {
     "fake": lambda _: FakeReward(lambda _: None),
     "function": lambda _: FunctionReward(RewardConfig(function="tests.rewards.user_functions:reads")),
     "remote": lambda url: RemoteReward(RewardConfig(url=url, limit_s=0.2)),
     "model": lambda _: ModelReward(FakeGroup(LastToken(right=math.nan, wrong=math.inf))),
+    "judge": lambda url: JudgeReward(RewardConfig(judge=JudgeConfig(url, "m", "{answer}"))),
+    "weighted": lambda _: WeightedReward({"a": (FakeReward(), 0.5), "b": (FakeReward(lambda _: None), 0.5)}),
 }
 
 

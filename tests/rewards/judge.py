@@ -43,6 +43,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path.endswith("/chat/completions"):
+            return self._grade(body["messages"][0]["content"])
         with self.server.lock:
             self.server.requests.append(body)
             self.server.now += 1
@@ -53,6 +55,15 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             with self.server.lock:
                 self.server.now -= 1
+
+    def _grade(self, asked: str) -> None:
+        """Full marks where "Is A the same as B?" is true; nothing where something else is asked."""
+        match asked.removesuffix("?").split(" "):
+            case ["Is", reference, "the", "same", "as", answer]:
+                said = f"Score: {10 * (reference == answer)}"
+            case _:
+                said = "no idea"
+        self._send(json.dumps({"choices": [{"message": {"content": said}}]}))
 
     def _answer(self, first: str, body: dict[str, Any]) -> None:
         episodes, times = body["episodes"], self.server.tried(first)

@@ -164,7 +164,7 @@ def test_it_is_left_alone_for_as_long_as_it_asks(
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr("tandem.rewards.remote.asyncio.sleep", sleep)
+    monkeypatch.setattr("tandem.rewards.calls.asyncio.sleep", sleep)
     assert results(RewardConfig(url=judge.url, limit_s=4000), trouble) == [RewardResult(2.0)]
     (pause_s,) = pauses
     assert least_s <= pause_s <= most_s
@@ -176,7 +176,7 @@ def test_pauses_grow_until_the_limit(judge: Judge, monkeypatch: pytest.MonkeyPat
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr("tandem.rewards.remote.asyncio.sleep", sleep)
+    monkeypatch.setattr("tandem.rewards.calls.asyncio.sleep", sleep)
     (result,) = results(RewardConfig(url=judge.url, limit_s=30, try_limit_s=0.1), "status:500")
     assert not result.ok
     assert pauses == [0.25, 0.5, 1, 2, 4, 8, 8]  # the next would be beyond 30

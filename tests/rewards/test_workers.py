@@ -156,8 +156,9 @@ def test_a_cancelled_call_ends_its_worker() -> None:
 
 def test_closing_ends_a_call_that_is_running() -> None:
     async def use(reward: FunctionReward) -> None:
+        await reward.start()
         hanging = asyncio.ensure_future(values(reward, "hang"))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.05)
         await reward.close()
         assert await hanging == [None]
 

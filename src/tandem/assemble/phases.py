@@ -244,12 +244,13 @@ def _check_room(recipe: Recipe, groups: int, whose: str) -> None:
 def _components(recipe: Recipe, chosen: Algorithm, planned: Plan) -> tuple[str, ...]:
     """The declared parts of a reward. Raises ConfigError where the recipe and the algorithm do not agree on rewards."""
     judge, weights = recipe.reward if recipe.reward_model is None else None, chosen.params.get("reward_weights")
-    names = judge.components if judge is not None else ()
+    names = judge.promised if judge is not None else ()
     if "reward_components" in planned.reads:
         if not names:
             raise ConfigError(
                 f"algorithm {chosen.name} credits the parts of a reward one by one: name them, e.g. "
-                f"reward.components=[correct,format], and return RewardResult(value, {{'correct': ..., 'format': ...}})"
+                f"reward.components=[correct,format], and return RewardResult(value, {{'correct': ..., 'format': ...}}); "
+                f"or give reward.parts"
             )
         if isinstance(weights, list) and len(weights) != len(names):
             raise ConfigError(f"algorithm.reward_weights={weights} must have one entry for each of reward.components={list(names)}")

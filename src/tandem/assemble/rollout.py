@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,15 +11,13 @@ from tandem.agents.env_loop import EnvLoop
 from tandem.algos.columns import reads
 from tandem.algos.table import configure
 from tandem.assemble.model import Model
+from tandem.assemble.rewards import open_reward
 from tandem.checkpoint.journal import Journal
 from tandem.errors import ConfigError, RegistryError
 from tandem.models.decoder import Decoder
 from tandem.ports import LLM, AgentLoop, Env, Reward
 from tandem.recipe import AgentSection, Recipe
 from tandem.registry import resolve
-from tandem.rewards.config import RewardConfig
-from tandem.rewards.remote import RemoteReward
-from tandem.rewards.workers import FunctionReward
 from tandem.rollout.native import NativeEngine
 from tandem.rollout.session import Session
 from tandem.trainer.source import MakeLLM
@@ -54,10 +52,6 @@ class Rollout:
     eval_reward: Reward | None
 
 
-def _reward(config: RewardConfig, journal: Journal | None = None) -> FunctionReward | RemoteReward:
-    return FunctionReward(config, journal) if config.url is None else RemoteReward(config, journal)
-
-
 @asynccontextmanager
 async def open_rollout(recipe: Recipe, model: Model, journal: Journal | None = None) -> AsyncGenerator[Rollout]:
     """Starts what generates and judges, and ends all of it. Raises RewardError for a reward that cannot be loaded."""
@@ -73,18 +67,15 @@ async def open_rollout(recipe: Recipe, model: Model, journal: Journal | None = N
             "trained on a dataset (sft, preferences, distillation), without a reward: choose such an algorithm and reward=null"
         )
     engine = NativeEngine(model.decoder, model.renderer.text, recipe.engine, exact=model.probed.exact)
-    reward = _reward(recipe.reward, journal) if recipe.reward is not None and recipe.reward_model is None else None
-    eval_reward = _reward(recipe.reward) if recipe.reward is not None else None
 
     def make_llm(key: Key, seed: int, params: SamplingParams) -> LLM:
         return Session(engine, model.renderer, key, params, seed=seed, max_context=recipe.engine.max_context)
 
-    try:
-        if (first := reward or eval_reward) is not None:
-            await first.start()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(engine.close)
+        reward = eval_reward = None
+        if recipe.reward is not None and recipe.reward_model is None:
+            reward = await stack.enter_async_context(open_reward(recipe.reward, journal))
+        if recipe.reward is not None:
+            eval_reward = await stack.enter_async_context(open_reward(recipe.reward, start=reward is None))
         yield Rollout(engine, build_agent(recipe.agent), make_llm, reward, eval_reward)
-    finally:
-        await engine.close()
-        for each in (reward, eval_reward):
-            if each is not None:
-                await each.close()

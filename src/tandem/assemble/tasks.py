@@ -28,16 +28,18 @@ def build_dataset(section: DatasetSection, split: Split, seed: int, renderer: Re
 
     Raises DataError for one that is empty, missing or broken, ConfigError for demonstrations where pairs are wanted.
     """
-    if section.sources:
-        datasets = [_origin(source, split, seed, form) for source in section.sources]
-        weights = [source.weight or len(each) for source, each in zip(section.sources, datasets, strict=True)]
-        dataset: Dataset = Mixture(datasets, weights)
-    else:
-        dataset = _origin(section, split, seed, form)
-    most = section.max_tokens
+    dataset, most = read_dataset(section, split, seed, form), section.max_tokens
     if most is None:
         return dataset
     return Kept(dataset, lambda task: _tokens(task, renderer, form) <= most, f"more than max_tokens={most} tokens")
+
+
+def read_dataset(section: DatasetSection, split: Split, seed: int, form: Form = "tasks") -> Dataset:
+    """The same with the tasks that are too long."""
+    if not section.sources:
+        return _origin(section, split, seed, form)
+    datasets = [_origin(source, split, seed, form) for source in section.sources]
+    return Mixture(datasets, [source.weight or len(each) for source, each in zip(section.sources, datasets, strict=True)])
 
 
 def notes(*datasets: Dataset | None) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ Imports no torch, so that a worker starts in a moment.
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import pickle
@@ -24,7 +23,8 @@ from typing import Any, Literal, SupportsFloat, cast
 from tandem.errors import RegistryError, RewardError
 from tandem.faults import crash_point, take_role
 from tandem.registry import resolve
-from tandem.rewards.functions import FUNCTIONS, RewardFunction
+from tandem.rewards.functions import FUNCTIONS
+from tandem.rewards.signatures import RewardFunction, adapted
 from tandem.types import Episode, Json, RewardResult, Task
 
 HEADER = struct.Struct(">Q")
@@ -57,29 +57,25 @@ def _judge_groups(connection: socket.socket, groups: SimpleQueue[bytes], name: s
     while True:
         task, group = pickle.loads(groups.get())
         crash_point("judge.before")
-        answer = judge(function, name, params, task, group)
+        answer = judge(function, name, task, group)
         crash_point("judge.after")
         _send(connection, answer)
 
 
 def load(name: str, params: Mapping[str, Json]) -> RewardFunction:
-    """The function that a short name or a path stands for. Raises RewardError where it cannot be called as it must be."""
+    """The function that a short name or a path stands for, as one of (task, group). Raises RewardError for one that is none."""
     try:
         function = resolve(name, FUNCTIONS, kind="reward function")
     except RegistryError as error:
         raise RewardError(str(error)) from None
     if not callable(function):
         raise RewardError(f"reward function {name!r} is {function!r}, which cannot be called: name a function")
-    try:
-        inspect.signature(function).bind((), (), **params)
-    except TypeError as error:
-        raise RewardError(f"reward function {name!r} cannot be called as function(task, group, **params): {error}") from None
-    return cast("RewardFunction", function)
+    return adapted(function, name, params)
 
 
-def judge(function: RewardFunction, name: str, params: Mapping[str, Json], task: Task, group: Sequence[Episode]) -> Answer:
+def judge(function: RewardFunction, name: str, task: Task, group: Sequence[Episode]) -> Answer:
     try:
-        return "results", _results(name, function(task, group, **params), len(group))
+        return "results", _results(name, function(task, group), len(group))
     except RewardError as error:
         return "broken", str(error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 the function is the user's: it fails its own group only

@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from tandem.rewards.expression import evaluate
-from tandem.types import Episode, RewardResult, Task
-
-RewardFunction = Callable[..., Sequence[float | RewardResult]]
+from tandem.types import Episode, Task
 
 FUNCTIONS = {
     "exact_match": "tandem.rewards.functions:exact_match",
@@ -24,19 +22,24 @@ FUNCTIONS = {
     "calculator": "tandem.rewards.functions:exact_match",
     "largest": "tandem.rewards.functions:number",
     "environment": "tandem.rewards.functions:environment",
+    "numeric": "tandem.rewards.verifiers:numeric",
+    "choice": "tandem.rewards.verifiers:choice",
+    "regex": "tandem.rewards.verifiers:regex",
+    "math": "tandem.rewards.mathematics:mathematics",
+    "json_schema": "tandem.rewards.schema:json_schema",
 }
 
 
 def exact_match(task: Task, group: Sequence[Episode]) -> list[float]:
     """1 where the last assistant turn, white space at its ends aside, is the task's answer."""
-    answer = str(_answer(task)).strip()
-    return _judged(group, lambda text: text == answer)
+    answer = str(answer_of(task)).strip()
+    return judged(group, lambda text: text == answer)
 
 
 def arithmetic(task: Task, group: Sequence[Episode]) -> list[float]:
     """1 where the last assistant turn is one whole number, and the task's answer."""
-    answer = int(str(_answer(task)))
-    return _judged(group, lambda text: re.fullmatch(r"-?[0-9]{1,18}", text) is not None and int(text) == answer)
+    answer = int(str(answer_of(task)))
+    return judged(group, lambda text: re.fullmatch(r"-?[0-9]{1,18}", text) is not None and int(text) == answer)
 
 
 def countdown(task: Task, group: Sequence[Episode]) -> list[float]:
@@ -44,7 +47,7 @@ def countdown(task: Task, group: Sequence[Episode]) -> list[float]:
 
     The task's answer is {"numbers", "target", "use"}: each number exactly once (use "all") or at most once ("some").
     """
-    problem = cast("dict[str, Any]", _answer(task))
+    problem = cast("dict[str, Any]", answer_of(task))
     given = Counter[int](problem["numbers"])
 
     def right(text: str) -> bool:
@@ -55,7 +58,7 @@ def countdown(task: Task, group: Sequence[Episode]) -> list[float]:
         used = Counter(numbers)
         return value == problem["target"] and (used <= given if problem["use"] == "some" else used == given)
 
-    return _judged(group, right)
+    return judged(group, right)
 
 
 def number(task: Task, group: Sequence[Episode]) -> list[float]:
@@ -81,11 +84,13 @@ def environment(task: Task, group: Sequence[Episode]) -> list[float]:
     return [float(sum(episode.env_rewards)) for episode in group]
 
 
-def _judged(group: Sequence[Episode], right: Callable[[str], bool]) -> list[float]:
+def judged(group: Sequence[Episode], right: Callable[[str], bool]) -> list[float]:
+    """1 where an answer came to its end and is right, as `right` says of it without the white space at its ends."""
     return [float(episode.stop == "stop" and right(episode.completion.strip())) for episode in group]
 
 
-def _answer(task: Task) -> object:
+def answer_of(task: Task) -> object:
+    """Raises ValueError where there is none."""
     if task.answer is None:
         raise ValueError(f"task {task.id!r} has no answer to compare with")
     return task.answer

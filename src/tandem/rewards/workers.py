@@ -24,7 +24,7 @@ from contextlib import suppress
 
 from tandem.errors import RewardError
 from tandem.rewards.child import HEADER, Answer
-from tandem.rewards.config import RewardConfig
+from tandem.rewards.config import PartConfig, RewardConfig
 from tandem.rewards.patience import within
 from tandem.rewards.replay import Journal, recorded, replayed
 from tandem.types import Episode, Json, RewardResult, Task
@@ -46,7 +46,7 @@ class FunctionReward:
     all in the journal is answered from it. Belongs to one event loop; `close` ends every worker.
     """
 
-    def __init__(self, config: RewardConfig, journal: Journal | None = None) -> None:
+    def __init__(self, config: RewardConfig | PartConfig, journal: Journal | None = None) -> None:
         assert config.function is not None
         self._config, self._function = config, config.function
         self._journal = journal
