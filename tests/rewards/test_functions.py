@@ -6,8 +6,11 @@ from tandem.types import Json
 from tests.rewards.episodes import episode, group, task
 
 
-def test_the_table_names_functions() -> None:
-    assert all(callable(resolve(name, FUNCTIONS)) for name in FUNCTIONS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_table_names_functions(name: str) -> None:
+    if name == "math":
+        pytest.importorskip("math_verify")
+    assert callable(resolve(name, FUNCTIONS))
 
 
 @pytest.mark.parametrize(("answer", "right"), [("4", "4"), (4, " 4\n"), ("a b", "a b")])
