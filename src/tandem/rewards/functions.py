@@ -66,7 +66,7 @@ def number(task: Task, group: Sequence[Episode]) -> list[float]:
 
     For a model that can talk: the first part is what is asked, the other two are the way there. Numbers are whole ones.
     """
-    answer = int(str(_answer(task)))
+    answer = int(str(answer_of(task)))
 
     def graded(episode: Episode) -> float:
         text = episode.completion.strip()
