@@ -176,10 +176,7 @@ class Consumer:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Rows handed to one consumer until it acknowledges them, or gives them back.
-
-    lent: they are to come back with columns that they lack, so that to others their groups are incomplete, and not gone.
-    """
+    """Rows that one consumer has until it acknowledges them or gives them back; lent: with columns that they lack."""
 
     id: int
     consumer: Consumer
@@ -193,12 +190,12 @@ class TransferQueue(Protocol):
     A place is one episode (`Key.place`) and may be filled by several rows in one `put`.
     """
 
-    async def reserve(self, group: GroupKey, n: int) -> None:
-        """Holds places (group, 0) to (group, n - 1), at admission; waits while the queue is full."""
+    async def reserve(self, group: GroupKey, n: int) -> tuple[Key, ...]:
+        """Holds places, at admission, and gives the open ones: all, or once after a restore what is left. Waits for room."""
         ...
 
     async def put(self, rows: DataProto) -> None:
-        """Fills reserved places. Raises QueueError for a place that is not reserved or filled already."""
+        """Fills reserved places, for good where rows outlive the process. Raises QueueError for one that is not open."""
         ...
 
     async def write(self, rows: DataProto) -> None:
@@ -241,12 +238,14 @@ class TransferQueue(Protocol):
         """The snapshot is durable: acknowledgements made before its `save` are final, their rows are let go."""
         ...
 
-    async def restore(self, snapshot: str, directory: Path) -> None:
-        """To the state of that `save`; rows it had not seen acknowledged are offered again, leases are void."""
+    async def restore(self, snapshot: str, directory: Path | None, policy: PolicyRef | None = None) -> None:
+        """To that `save` (None: the beginning); leases are void. Offered again is what it had not seen acknowledged, and what was
+        put since and outlived the process, unless a later version than `policy` sampled it.
+        """
         ...
 
     def metrics(self) -> Metrics:
-        """Depth, bytes, drops by reason since the last call."""
+        """Depth, bytes, policies and their age, in versions; drops by reason and seconds of waiting a call since the last time."""
         ...
 
 

@@ -17,7 +17,7 @@ from tandem.config import Resolved, load
 from tandem.data.builtin import NoiseConfig
 from tandem.data.hub import HubConfig
 from tandem.models.adapters import LoraConfig
-from tandem.queue.memory import MemoryQueueConfig
+from tandem.queue.memory import QueueConfig
 from tandem.rewards.config import RewardConfig
 from tandem.rollout.native import NativeConfig
 from tandem.runtime.placement import RuntimeConfig
@@ -312,7 +312,7 @@ class Recipe:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     warmup: WarmupSection | None = None
-    queue: MemoryQueueConfig = field(default_factory=MemoryQueueConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
     snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
     logs: tuple[str, ...] = ("console", "tensorboard")
 

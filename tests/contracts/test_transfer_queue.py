@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -13,16 +14,25 @@ import torch
 from tandem.data_proto import DataProto
 from tandem.errors import QueueError, SnapshotError, StalledError
 from tandem.ports import Consumer, TransferQueue
+from tandem.queue.durable import DurableQueue
 from tandem.queue.fake import FakeQueue
-from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
+from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.types import GroupKey, Key, PolicyRef
 from tests.runtime.served import served, served_by_ray
 
 Make = Callable[[], TransferQueue]
+
+
+def durable() -> DurableQueue:
+    return DurableQueue(Path(mkdtemp()), QueueConfig(stall_limit_s=0.02))
+
+
 BACKENDS: dict[str, Make] = {
-    "memory": lambda: MemoryQueue(MemoryQueueConfig(stall_limit_s=0.02)),
-    "memory in another process's hands": lambda: served(lambda: MemoryQueue(MemoryQueueConfig(stall_limit_s=0.02))),
-    "memory in a Ray controller's hands": lambda: served_by_ray(lambda: MemoryQueue(MemoryQueueConfig(stall_limit_s=0.02))),
+    "memory": lambda: MemoryQueue(QueueConfig(stall_limit_s=0.02)),
+    "memory in another process's hands": lambda: served(lambda: MemoryQueue(QueueConfig(stall_limit_s=0.02))),
+    "memory in a Ray controller's hands": lambda: served_by_ray(lambda: MemoryQueue(QueueConfig(stall_limit_s=0.02))),
+    "durable": durable,
+    "durable in another process's hands": lambda: served(durable),
     "fake": FakeQueue,
 }
 PARAMS = [pytest.param(name, marks=pytest.mark.ray) if "Ray" in name else name for name in BACKENDS]

@@ -19,7 +19,7 @@ from tandem.data_proto import DataProto
 from tandem.device import Hardware
 from tandem.errors import StalledError
 from tandem.ports import Consumer
-from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
+from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.runtime.placement import ResourcePool, place
 from tandem.runtime.pool import Pool, PoolGroup
 from tandem.runtime.process import Processes
@@ -34,7 +34,7 @@ def row(ordinal: int, member: int) -> DataProto:
 
 def check_a_queue_waits_while_something_moves_and_then_says_who_waited_for_what() -> None:
     async def scenario() -> None:
-        queue = MemoryQueue(MemoryQueueConfig(stall_limit_s=0.5))
+        queue = MemoryQueue(QueueConfig(stall_limit_s=0.5))
         await queue.reserve(GroupKey("train", 0), 4)
         taking = asyncio.ensure_future(queue.take(Consumer("learner"), frozenset({"tokens"}), 1))
         for member in range(4):  # 0.8 s in all

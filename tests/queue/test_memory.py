@@ -11,7 +11,7 @@ import torch
 from tandem.data_proto import DataProto
 from tandem.errors import QueueError, StalledError
 from tandem.ports import Consumer
-from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
+from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.types import GroupKey, Key
 
 LEARNER = Consumer("learner")
@@ -24,7 +24,7 @@ def row(ordinal: int, member: int = 0) -> DataProto:
 
 def test_takers_and_reservers_wake_when_something_moves() -> None:
     async def scenario() -> None:
-        queue = MemoryQueue(MemoryQueueConfig(max_groups=1, stall_limit_s=5))
+        queue = MemoryQueue(QueueConfig(max_groups=1, stall_limit_s=5))
         taking = asyncio.create_task(queue.take(LEARNER, TOKENS, 1))
         await queue.reserve(GroupKey("train", 0), 1)
         reserving = asyncio.create_task(queue.reserve(GroupKey("train", 1), 1))
@@ -41,7 +41,7 @@ def test_takers_and_reservers_wake_when_something_moves() -> None:
 
 def test_a_full_queue_stalls_by_name_and_progress_postpones_the_limit() -> None:
     async def scenario() -> None:
-        queue = MemoryQueue(MemoryQueueConfig(max_groups=1, stall_limit_s=0.1))
+        queue = MemoryQueue(QueueConfig(max_groups=1, stall_limit_s=0.1))
         taking = asyncio.create_task(queue.take(LEARNER, TOKENS, 1))
         await queue.reserve(GroupKey("train", 0), 4)
         for member in range(4):  # slower in all than the limit, but always moving
@@ -59,4 +59,4 @@ def test_a_full_queue_stalls_by_name_and_progress_postpones_the_limit() -> None:
 @pytest.mark.parametrize("bad", [{"max_groups": 0}, {"stall_limit_s": -1.0}])
 def test_config_says_what_is_wrong(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
-        MemoryQueueConfig(**bad)
+        QueueConfig(**bad)

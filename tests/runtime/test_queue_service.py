@@ -15,7 +15,7 @@ from tandem.data_proto import DataProto
 from tandem.device import Hardware
 from tandem.errors import RunError, WorkerError
 from tandem.ports import Consumer
-from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
+from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.runtime.link import Link, outbox
 from tandem.runtime.placement import ResourcePool, place
 from tandem.runtime.process import Processes
@@ -79,7 +79,7 @@ def test_rows_that_a_queue_joined_in_shared_memory_are_shown_and_not_copied(tmp_
 
 def test_a_client_that_is_gone_takes_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        queue = MemoryQueue(MemoryQueueConfig(stall_limit_s=5))
+        queue = MemoryQueue(QueueConfig(stall_limit_s=5))
         server, runtime = QueueServer(queue), Processes(place([ResourcePool("pool", 1)], Hardware(cores=1)), tmp_path)
         group = runtime.group("policy", "pool", "tests.runtime.workers:Worker", server.client())
         async with server, runtime:

@@ -22,7 +22,7 @@ import torch
 from tandem.data_proto import DataProto
 from tandem.errors import DeviceError, RegistryError, RunError, StalledError, WorkerError
 from tandem.ports import Consumer
-from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
+from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.registry import resolve
 from tandem.runtime import objects
 from tandem.runtime.placement import ResourcePool, table
@@ -321,7 +321,7 @@ def test_workers_fetch_their_rows_by_handle_and_nothing_is_given_to_one_that_is_
         return rows
 
     async def main() -> None:
-        queue = MemoryQueue(MemoryQueueConfig(stall_limit_s=20), join=objects.shared)
+        queue = MemoryQueue(QueueConfig(stall_limit_s=20), join=objects.shared)
         runtime = RayCluster([ResourcePool("pool", 2)], tmp_path)
         server = RayQueueServer(queue, runtime)
         group = runtime.group("policy", "pool", FACTORY, server.client())

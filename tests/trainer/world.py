@@ -20,7 +20,7 @@ from tandem.algos.terms import LossInputs
 from tandem.data.fake import FakeDataset
 from tandem.data_proto import DataProto
 from tandem.ports import AgentLoop, Dataset, Place, Reply, WeightSource
-from tandem.queue.memory import MemoryQueue, MemoryQueueConfig
+from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.runtime.inline import InlineGroup
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.plan import BatchStage, Plan, plan
@@ -220,7 +220,7 @@ def world(
     **sampling: Any,
 ) -> World:
     """GRPO on groups of 4 in batches of 3, with what a test wants otherwise. ahead: a stage that runs before the batch is whole."""
-    queue = MemoryQueue(MemoryQueueConfig(stall_limit_s=stall_limit_s))
+    queue = MemoryQueue(QueueConfig(stall_limit_s=stall_limit_s))
     engine, rollout, rewarded = TableEngine(), TableRollout(), FunctionReward(reward)
     chosen = configure(algorithm, params)
     group = InlineGroup([TrainWorker(engine, queue, chosen) for _ in range(ranks)])

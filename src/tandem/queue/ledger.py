@@ -8,7 +8,9 @@ Life of a group:   reserve -> open places -> put or drop each -> complete -> lea
                                                                       `- void -'  (newer incarnation, restore, release)
 
 Invariants: ordinals of a space are reserved in rising order and never twice, so a row that is gone cannot come back
-except by `restore`; a group is in at most one lease; `_blocks` names exactly the rows that are there.
+except by `restore`; a group is in at most one lease; `_blocks` names exactly the rows that are there; `_waiting` are the
+groups in no lease or in one that is lent. What a call costs depends on its rows, not on how many others are there; `lend` and
+giving back a lease that is not lent look at all groups.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +53,8 @@ class Ledger:
     def __init__(self, join: Join = torch.cat) -> None:
         self._join = join
         self._groups: dict[GroupKey, _Group] = {}  # in admission order
+        self._waiting: dict[GroupKey, _Group] = {}  # in admission order
+        self._restored: set[GroupKey] = set()  # may be reserved once more, by those who fill them
         self._blocks: dict[Key, DataProto] = {}
         self._leases: dict[int, Lease] = {}
         self._next_lease = 0
@@ -60,9 +64,13 @@ class Ledger:
 
     # ----------------------------------------------------------------------------------------------- rows
 
-    def reserve(self, group: GroupKey, n: int) -> None:
+    def reserve(self, group: GroupKey, n: int) -> tuple[Key, ...]:
+        """The places that are open: all, or what is left of a group that came back with a restore."""
         if n < 1:
             raise QueueError(f"group {group} reserves {n} places; it needs at least one")
+        if group in self._restored:
+            self._restored.discard(group)
+            return tuple(sorted(self._groups[group].open))
         last = self._last.get(group.space, -1)
         if group.ordinal <= last:
             raise QueueError(
@@ -70,8 +78,10 @@ class Ledger:
             )
         crash_point("queue.before_reserve")
         self._last[group.space] = group.ordinal
-        self._groups[group] = _Group(open={Key(*group, member) for member in range(n)})
+        places = tuple(Key(*group, member) for member in range(n))
+        self._groups[group] = self._waiting[group] = _Group(open=set(places))
         crash_point("queue.after_reserve")
+        return places
 
     def put(self, rows: DataProto) -> None:
         for key in rows.keys:
@@ -125,8 +135,14 @@ class Ledger:
             group.rows -= rows
             self._drops[reason] += 1
             if not group.open and not group.rows:
-                del self._groups[place.group]
+                self._leave(place.group)
         crash_point("queue.after_drop")
+
+    def _leave(self, group: GroupKey) -> None:
+        """It is gone for good."""
+        del self._groups[group]
+        self._waiting.pop(group, None)
+        self._restored.discard(group)
 
     def _no_rows(self, columns: frozenset[str]) -> DataProto:
         """What a rank without rows reads: the columns as the queue's rows have them, of none."""
@@ -149,23 +165,36 @@ class Ledger:
 
     def _forget(self, keys: set[Key]) -> None:
         for block in self._blocks_of(keys):
-            if rest := [key for key in block.keys if key not in keys]:
-                self._store([block.by_keys(rest)])
+            self._cut(block, keys)
         for key in keys:
             del self._blocks[key]
 
+    def _cut(self, block: DataProto, gone: Collection[Key]) -> None:
+        """Of a block that loses rows, the others: group by group, so that a block is cut once however many groups it holds."""
+        if all(key in gone for key in block.keys):
+            return
+        runs = [len(list(run)) for _, run in groupby(block.keys, key=lambda key: key.group)]
+        for part in block.split(runs):
+            if rest := [key for key in part.keys if key not in gone]:
+                self._store([part.by_keys(rest)])
+
     def _gather(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
         """Shares the block's memory where `keys` are consecutive rows of one block; copies otherwise."""
-        blocks = self._blocks_of(keys)
-        parts = [block.by_keys([key for key in keys if self._blocks[key] is block]).only(columns) for block in blocks]
+        found: dict[int, tuple[DataProto, list[Key]]] = {}
+        for key in keys:
+            block = self._blocks[key]
+            found.setdefault(id(block), (block, []))[1].append(key)
+        parts = [block.by_keys(its).only(columns) for block, its in found.values()]
         return (parts[0] if len(parts) == 1 else DataProto.concat(parts, self._join)).by_keys(keys)
 
     # --------------------------------------------------------------------------------------------- leases
 
     def fence(self, consumer: Consumer) -> None:
         """Voids the leases of older incarnations of this consumer. Raises QueueError for one that is itself older."""
-        newest = self._fences.get(consumer.name, consumer.incarnation)
-        if consumer.incarnation < newest:
+        newest = self._fences.get(consumer.name)
+        if newest == consumer.incarnation:
+            return
+        if newest is not None and consumer.incarnation < newest:
             raise QueueError(
                 f"consumer {consumer.name!r} of incarnation {consumer.incarnation} may not take: incarnation {newest} took over"
             )
@@ -183,7 +212,7 @@ class Ledger:
         """The oldest whole groups, at most `n`, that have `columns` and lack some of `lacking`, or None while there is none."""
         ready = (
             key
-            for key, group in self._groups.items()
+            for key, group in self._waiting.items()
             if group.lease is None and self._complete(group, columns) and not self._complete(group, lacking)
         )
         found = set(islice(ready, n))
@@ -195,23 +224,25 @@ class Ledger:
         common = frozenset[str].intersection(*(block.columns for block in blocks))
         rows = self._gather(keys, common)
         if all(block.columns == common for block in blocks):
+            taken = set(keys)
+            for block in blocks:
+                self._cut(block, taken)
             self._store([rows])  # from here on, reading the lease's rows copies nothing
-            self._store(block.by_keys(rest) for block in blocks if (rest := [key for key in block.keys if key.group not in ready]))
         crash_point("queue.before_take")
         lease = Lease(self._next_lease, consumer, rows.ref(), lent)
         self._next_lease += 1
         self._leases[lease.id] = lease
         for group in ready:
             self._groups[group].lease = lease.id
+            if not lent:
+                del self._waiting[group]
         crash_point("queue.after_take")
         return lease
 
     def _ready(self, columns: frozenset[str], n: int, window: int) -> set[GroupKey] | None:
         ready: set[GroupKey] = set()
         passed = 0
-        for key, group in self._groups.items():
-            if group.lease is not None and not self._leases[group.lease].lent:
-                continue
+        for key, group in self._waiting.items():
             if group.lease is None and self._complete(group, columns):
                 ready.add(key)
                 if len(ready) == n:
@@ -223,7 +254,7 @@ class Ledger:
         return None
 
     def _complete(self, group: _Group, columns: frozenset[str]) -> bool:
-        return not group.open and all(columns <= self._blocks[key].columns for key in group.rows)
+        return not group.open and all(columns <= block.columns for block in self._blocks_of(group.rows))
 
     def release(self, lease: Lease) -> None:
         self._check_held(lease)
@@ -234,12 +265,16 @@ class Ledger:
     def ack(self, lease: Lease) -> None:
         self._check_held(lease)
         crash_point("queue.before_ack")
-        groups = [key for key, group in self._groups.items() if group.lease == lease.id]
+        groups = self._held(lease)
         self._forget({row for key in groups for row in self._groups[key].rows})
         for key in groups:
-            del self._groups[key]
+            self._leave(key)
         del self._leases[lease.id]
         crash_point("queue.after_ack")
+
+    def _held(self, lease: Lease) -> list[GroupKey]:
+        """Its groups, without those of which all rows were dropped since."""
+        return [key for key in lease.ref.groups if key in self._groups]
 
     def _check_held(self, lease: Lease) -> None:
         if self._leases.get(lease.id) != lease:
@@ -250,15 +285,41 @@ class Ledger:
 
     def _release(self, lease: Lease) -> None:
         del self._leases[lease.id]
-        for group in self._groups.values():
-            if group.lease == lease.id:
-                group.lease = None
+        for key in self._held(lease):
+            self._groups[key].lease = None
+        if not lease.lent:
+            self._wait_again()
+
+    def _wait_again(self) -> None:
+        lent = {lease.id for lease in self._leases.values() if lease.lent}
+        self._waiting = {key: group for key, group in self._groups.items() if group.lease is None or group.lease in lent}
 
     # -------------------------------------------------------------------------------------------- looking
 
     @property
     def num_groups(self) -> int:
         return len(self._groups)
+
+    def __contains__(self, group: GroupKey) -> bool:
+        return group in self._groups
+
+    @property
+    def last(self) -> Mapping[str, int]:
+        """Space -> the highest ordinal that was ever reserved."""
+        return self._last
+
+    def pass_over(self, last: Mapping[str, int]) -> None:
+        """Groups up to these ordinals were reserved once."""
+        for space, ordinal in last.items():
+            self._last[space] = max(ordinal, self._last.get(space, -1))
+
+    def count(self, drops: Mapping[str, int]) -> None:
+        """Rows that were dropped before they were here, by reason."""
+        self._drops.update(drops)
+
+    def filled(self, group: GroupKey) -> set[Key]:
+        """The places of a group that have rows."""
+        return {row.place for row in self._groups[group].rows} if group in self._groups else set()
 
     def describe(self, columns: frozenset[str]) -> str:
         """What a consumer that waits for `columns` has before it, for an error message."""
@@ -277,13 +338,19 @@ class Ledger:
         return "; ".join(parts)
 
     def metrics(self) -> Metrics:
+        """age: versions between the oldest and the newest policy that sampled what is there; policies: how many there are."""
         blocks = self._blocks_of(self._blocks)
         drops, self._drops = self._drops, Counter()
+        runs = {runs for block in blocks for runs in block.non_tensor_batch.get("policy", ())}
+        policies = {policy for each in runs for policy, _ in each}
+        versions = [policy.version for policy in policies]
         depth = {
             "groups": len(self._groups),
             "rows": len(self._blocks),
             "open_places": sum(len(group.open) for group in self._groups.values()),
             "bytes": sum(tensor.nbytes for block in blocks for tensor in block.batch.values()),
+            "policies": len(policies),
+            "age": max(versions, default=0) - min(versions, default=0),
         }
         return Metrics.mean(depth) + Metrics.sum({f"dropped/{reason}": count for reason, count in drops.items()})
 
@@ -312,6 +379,10 @@ class Ledger:
         (directory / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         crash_point("queue.after_save")
 
+    def offer_again(self) -> None:
+        """Whoever fills the groups that are there may be new, and reserve them once more."""
+        self._restored = set(self._groups)
+
     def restore(self, directory: Path) -> None:
         try:
             state = cast("dict[str, Any]", json.loads((directory / _STATE).read_text(encoding="utf-8")))
@@ -331,6 +402,8 @@ class Ledger:
         self._store(blocks)
         for key in self._blocks:
             self._groups[key.group].rows.add(key)
+        self._waiting = dict(self._groups)
+        self.offer_again()
         self._leases = {}
         self._next_lease = max(self._next_lease, state["next_lease"])
         self._last = state["last"]

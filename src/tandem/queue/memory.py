@@ -9,8 +9,11 @@ not outlive its process except through `save`, which the snapshot store makes at
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,13 +23,13 @@ from tandem.data_proto import DataProto, Join
 from tandem.errors import QueueError, StalledError
 from tandem.ports import Consumer, Lease
 from tandem.queue.ledger import Ledger
-from tandem.types import GroupKey, Key, Metrics
+from tandem.types import GroupKey, Key, Metrics, PolicyRef
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class MemoryQueueConfig:
+class QueueConfig:
     """max_groups: groups that may be in the queue at once, leased ones included; `reserve` waits for room.
     stall_limit_s: how long `take` and `reserve` wait while nothing at all changes; longer than the slowest group takes.
     """
@@ -47,19 +50,30 @@ class MemoryQueue:
     join: makes one column of those of a lease's rows, in memory that can be shown to workers elsewhere without a copy.
     """
 
-    def __init__(self, config: MemoryQueueConfig | None = None, *, join: Join = torch.cat) -> None:
-        self._config = config or MemoryQueueConfig()
-        self._ledger = Ledger(join)
+    def __init__(self, config: QueueConfig | None = None, *, join: Join = torch.cat) -> None:
+        self._config = config or QueueConfig()
+        self._join = join
+        self._waits = Metrics()
         self._next_change = asyncio.Event()
         self._last_change_s = 0.0
 
-    async def reserve(self, group: GroupKey, n: int) -> None:
-        def room() -> bool | None:
-            return True if self._ledger.num_groups < self._config.max_groups else None
+    @cached_property
+    def _ledger(self) -> Ledger:
+        return self._begin()
 
-        await self._wait(room, lambda: f"group {group} waits for room in the queue (max_groups {self._config.max_groups})")
-        self._ledger.reserve(group, n)
+    def _begin(self) -> Ledger:
+        """The books when the queue is used first."""
+        return Ledger(self._join)
+
+    async def reserve(self, group: GroupKey, n: int) -> tuple[Key, ...]:
+        def room() -> bool | None:
+            return True if group in self._ledger or self._ledger.num_groups < self._config.max_groups else None
+
+        with self._timed("reserve"):
+            await self._wait(room, lambda: f"group {group} waits for room in the queue (max_groups {self._config.max_groups})")
+        places = self._ledger.reserve(group, n)
         self._changed()
+        return places
 
     async def put(self, rows: DataProto) -> None:
         self._ledger.put(rows)
@@ -89,7 +103,8 @@ class MemoryQueue:
                 wanted = f"whole groups that lack {' or '.join(sorted(lacking))}"
             return f"consumer {consumer.name!r} (incarnation {consumer.incarnation}) waits for {wanted}"
 
-        found = await self._wait(lease, who, columns)
+        with self._timed("take"):
+            found = await self._wait(lease, who, columns)
         self._changed()
         return found
 
@@ -115,12 +130,27 @@ class MemoryQueue:
     async def commit(self, snapshot: str) -> None:
         """Nothing to let go: see the module's docstring."""
 
-    async def restore(self, snapshot: str, directory: Path) -> None:
-        self._ledger.restore(directory)
+    async def restore(self, snapshot: str, directory: Path | None, policy: PolicyRef | None = None) -> None:
+        if directory is None:
+            self._ledger = Ledger(self._join)
+        else:
+            ledger: Ledger = vars(self).get("_ledger", Ledger(self._join))
+            ledger.restore(directory)
+            self._ledger = ledger
         self._changed()
 
+    async def close(self) -> None:
+        """Nothing to put away."""
+
     def metrics(self) -> Metrics:
-        return self._ledger.metrics()
+        waits, self._waits = self._waits, Metrics()
+        return self._ledger.metrics() + waits
+
+    @contextmanager
+    def _timed(self, call: str) -> Generator[None]:
+        began_s = time.perf_counter()
+        yield
+        self._waits += Metrics.mean({f"{call}_time_s": time.perf_counter() - began_s})
 
     def _changed(self) -> None:
         """Everybody who waits looks again, once, however often it changes before they do."""

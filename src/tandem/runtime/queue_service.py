@@ -27,7 +27,7 @@ from tandem.errors import RunError, WorkerError
 from tandem.faults import crash_point
 from tandem.ports import Consumer, Lease, TransferQueue
 from tandem.runtime.link import Link, Question, outbox
-from tandem.types import GroupKey, Key, Metrics
+from tandem.types import GroupKey, Key, Metrics, PolicyRef
 
 _METHODS = frozenset(name for name, member in vars(TransferQueue).items() if inspect.isfunction(member) and name[0] != "_")
 Asked = tuple[str, tuple[Any, ...], dict[str, Any]]  # method, arguments
@@ -134,8 +134,8 @@ class RemoteQueue(ABC):
     def _ask_blocking(self, asked: Asked) -> Any:
         """The same, blocking."""
 
-    async def reserve(self, group: GroupKey, n: int) -> None:
-        await self._call("reserve", group, n)
+    async def reserve(self, group: GroupKey, n: int) -> tuple[Key, ...]:
+        return await self._call("reserve", group, n)
 
     async def put(self, rows: DataProto) -> None:
         await self._call("put", rows)
@@ -166,8 +166,8 @@ class RemoteQueue(ABC):
     async def commit(self, snapshot: str) -> None:
         await self._call("commit", snapshot)
 
-    async def restore(self, snapshot: str, directory: Path) -> None:
-        await self._call("restore", snapshot, directory)
+    async def restore(self, snapshot: str, directory: Path | None, policy: PolicyRef | None = None) -> None:
+        await self._call("restore", snapshot, directory, policy)
 
     def metrics(self) -> Metrics:
         """Blocks until the queue's process answers: not to be called from the event loop that serves the queue."""
