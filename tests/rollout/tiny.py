@@ -17,7 +17,14 @@ from tandem.types import GenerateRequest, Key, PolicyRef, SamplingParams, Stop
 
 
 def decoder(
-    heads: int = 4, kv_heads: int = 1, *, width: int = 32, vocabulary: int = 61, seed: int = 0, dtype: torch.dtype = torch.float32
+    heads: int = 4,
+    kv_heads: int = 1,
+    *,
+    width: int = 32,
+    vocabulary: int = 61,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **fields: Any,
 ) -> Decoder:
     """Two layers, with weights large enough that contexts matter and distributions are far from uniform."""
     shape = DecoderConfig(
@@ -29,6 +36,7 @@ def decoder(
         num_kv_heads=kv_heads,
         head_dim=8,
         max_positions=1024,
+        **fields,
     )
     made = init_decoder(shape, seed, dtype)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 `Decoder.prefill` reads whole rows at once, `Decoder.decode` one token a row against a `KVCache`; both run the same
 layers on [M, D] rows through `numerics`. Grouped-query attention, rotary positions, RMS norm, gated MLP, tied or untied
-embeddings, optional biases, optional norms of queries and keys: what Llama, Qwen2 and Qwen3 are. It does not sample, it
+embeddings, and what a family adds to that by configuration: Llama, Mistral, Qwen2, Qwen3, Gemma, SmolLM. It does not sample, it
 has no output layer (heads.py turns hidden states into log-probabilities), and it runs on the CPU.
 
 Parameters are float32 and have their Hugging Face names. A layer sees all of its own rounded to the compute dtype, so that
@@ -15,6 +15,7 @@ numerics.ROWS), D width, H heads, K key-value heads, G = H / K, d head size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -31,11 +32,38 @@ from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
 
 
 @dataclass(frozen=True)
+class StretchedRope:
+    """Llama 3's way to longer contexts: frequencies of long waves are divided by `factor`.
+
+    A wave of more than original_positions / low_factor positions is long, one of fewer than original_positions / high_factor
+    stays as it is, and what is between is in between.
+    """
+
+    factor: float
+    low_factor: float
+    high_factor: float
+    original_positions: int
+
+    def __post_init__(self) -> None:
+        if not (self.factor >= 1 and 0 < self.low_factor < self.high_factor and self.original_positions >= 1):
+            raise ValueError(f"rotary positions cannot be stretched by {self}")
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        waves = 2 * math.pi / frequencies
+        share = (self.original_positions / waves - self.low_factor) / (self.high_factor - self.low_factor)
+        between = (1 - share) * frequencies / self.factor + share * frequencies
+        found = torch.where(waves > self.original_positions / self.low_factor, frequencies / self.factor, between)
+        return torch.where(waves < self.original_positions / self.high_factor, frequencies, found)
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a decoder.
 
     attention_bias: on the q, k and v projections; output_bias: on the o projection; mlp_bias: on all three of the MLP;
-    qk_norm: RMS norm of each head's queries and keys; max_positions: tokens of the longest row.
+    qk_norm: RMS norm of each head's queries and keys; max_positions: tokens of the longest row. activation: of the MLP's gate;
+    norm_offset: added to the weights of norms; embedding_scale: times the embedding, where it is the input; unrotated: layers
+    without rotary positions.
     """
 
     vocab_size: int
@@ -46,7 +74,12 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
+    stretched: StretchedRope | None = None
+    unrotated: tuple[int, ...] = ()
     rms_eps: float = 1e-6
+    norm_offset: float = 0.0
+    activation: numerics.Activation = "silu"
+    embedding_scale: float = 1.0
     tie_embeddings: bool = True
     attention_bias: bool = False
     output_bias: bool = False
@@ -120,13 +153,15 @@ class Projection(nn.Module):
 
 
 class _Norm(nn.Module):
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, offset: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.offset = offset
+        self.weight = nn.Parameter(torch.full((size,), 1 - offset))
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
-        """The weight in float32, of values that `dtype` holds."""
-        return self.weight.to(dtype).float()
+        """What a norm multiplies with, in float32: the weight, of values that `dtype` holds, and the offset."""
+        weight = self.weight.to(dtype).float()
+        return weight + self.offset if self.offset else weight
 
 
 class _SelfAttention(nn.Module):
@@ -136,8 +171,8 @@ class _SelfAttention(nn.Module):
         self.k_proj = Projection(c.hidden_size, c.num_kv_heads * c.head_dim, c.attention_bias)
         self.v_proj = Projection(c.hidden_size, c.num_kv_heads * c.head_dim, c.attention_bias)
         self.o_proj = Projection(c.num_heads * c.head_dim, c.hidden_size, c.output_bias)
-        self.q_norm = _Norm(c.head_dim) if c.qk_norm else None
-        self.k_norm = _Norm(c.head_dim) if c.qk_norm else None
+        self.q_norm = _Norm(c.head_dim, c.norm_offset) if c.qk_norm else None
+        self.k_norm = _Norm(c.head_dim, c.norm_offset) if c.qk_norm else None
 
 
 class _MLP(nn.Module):
@@ -152,9 +187,9 @@ class _Layer(nn.Module):
     def __init__(self, c: DecoderConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.index, self.dtype = c, index, dtype
-        self.input_layernorm = _Norm(c.hidden_size)
+        self.input_layernorm = _Norm(c.hidden_size, c.norm_offset)
         self.self_attn = _SelfAttention(c)
-        self.post_attention_layernorm = _Norm(c.hidden_size)
+        self.post_attention_layernorm = _Norm(c.hidden_size, c.norm_offset)
         self.mlp = _MLP(c)
 
     def weights(self) -> LayerWeights:
@@ -181,10 +216,11 @@ class _Layer(nn.Module):
         q, k = w.q(h).float().view(M, c.num_heads, c.head_dim), w.k(h).float().view(M, c.num_kv_heads, c.head_dim)
         if w.q_norm is not None and w.k_norm is not None:
             q, k = numerics.rms_norm(q, w.q_norm, eps), numerics.rms_norm(k, w.k_norm, eps)
-        k = numerics.rotate(k, cos, sin).to(dtype).float()
-        x = x + w.o(attend(self.index, numerics.rotate(q, cos, sin), k, w.v(h).float()).to(dtype))
+        if self.index not in c.unrotated:
+            q, k = numerics.rotate(q, cos, sin), numerics.rotate(k, cos, sin)
+        x = x + w.o(attend(self.index, q, k.to(dtype).float(), w.v(h).float()).to(dtype))
         h = numerics.rms_norm(x, w.mlp_norm, eps).to(dtype)
-        return x + w.down(numerics.gate(w.gate(h), w.up(h)))
+        return x + w.down(numerics.gate(w.gate(h), w.up(h), c.activation))
 
 
 class _Model(nn.Module):
@@ -192,7 +228,7 @@ class _Model(nn.Module):
         super().__init__()
         self.embed_tokens = Projection(c.hidden_size, c.vocab_size, False)
         self.layers = nn.ModuleList(_Layer(c, index, dtype) for index in range(c.num_layers))
-        self.norm = _Norm(c.hidden_size)
+        self.norm = _Norm(c.hidden_size, c.norm_offset)
 
 
 class KVCache:
@@ -231,8 +267,10 @@ class Decoder(LanguageModel):
         self.config = config
         self.model = _Model(config, dtype)
         self.lm_head = None if config.tie_embeddings else Projection(config.hidden_size, config.vocab_size, False)
-        exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        angles = (torch.arange(max(config.max_positions, QUERIES)).float()[:, None] * (1.0 / config.rope_theta**exponents)).double()
+        frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+        if config.stretched is not None:
+            frequencies = config.stretched(frequencies)
+        angles = (torch.arange(max(config.max_positions, QUERIES)).float()[:, None] * frequencies).double()
         cos, sin = angles.cos().float(), angles.sin().float()
         self.register_buffer("cos", torch.cat([cos, cos], 1), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], 1), persistent=False)
@@ -325,6 +363,8 @@ class Decoder(LanguageModel):
         """All layers and the final norm, [M, D], for tokens and positions int64 [M]."""
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         x = F.embedding(tokens, self.model.embed_tokens.weight)
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
         layers = cast("list[_Layer]", list(self.model.layers))
         weights: Sequence[LayerWeights | None] = [None] * len(layers)
         if cache is not None:
@@ -338,7 +378,7 @@ class Decoder(LanguageModel):
                 )
             else:
                 x = layer(x, cos, sin, attend, cached)
-        return numerics.rms_norm(x, self.model.norm.weight, self.config.rms_eps).to(self.dtype)
+        return numerics.rms_norm(x, self.model.norm.rounded(torch.float32), self.config.rms_eps).to(self.dtype)
 
     def _check(self, rows: int, length: int, cache: KVCache | None) -> None:
         if length > self.config.max_positions:

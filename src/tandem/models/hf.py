@@ -1,8 +1,9 @@
-"""Hugging Face model directories: Llama, Qwen2 and Qwen3, read and written without transformers.
+"""Hugging Face model directories of the families in ARCHITECTURES, read and written without transformers.
 
 A directory is `config.json` beside `model.safetensors`, or beside shards named in `model.safetensors.index.json`. What
-the decoder cannot compute exactly (scaled rotary positions, sliding windows, quantised weights, ...) is refused by name,
-never approximated. Tokenizers and generation settings are not read here.
+the decoder cannot compute exactly (other stretched rotary positions than Llama 3's, quantised weights, ...) is refused by name,
+never approximated; of a model with a sliding window rows may be as long as the window, within which it attends to all.
+Tokenizers and generation settings are not read here.
 """
 
 from __future__ import annotations
@@ -20,22 +21,31 @@ from torch import Tensor
 
 from tandem.durable import attempt
 from tandem.errors import ModelError
-from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.decoder import Decoder, DecoderConfig, StretchedRope
 from tandem.models.language_model import LanguageModel
+from tandem.models.numerics import Activation
 from tandem.models.values import VALUE_HEAD, ValueModel
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",  # SmolLM and SmolLM2 too
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_POSITIONS = {"llama": 2048, "gemma": 8192, "mistral": 131_072}  # defaults of transformers; of the others 32,768
 
 # Fields with the only values that the decoder computes; a field that is absent is fine.
 _SUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
     "attention_dropout": (0, None),
     "partial_rotary_factor": (1, None),
-    "use_sliding_window": (False, None),
     "quantization_config": (None,),
+    "use_bidirectional_attention": (None, False),
 }
 _SIZES = (
     "vocab_size",
@@ -162,21 +172,24 @@ def read_config(path: Path) -> DecoderConfig:
             f"{file}: model_type {kind!r} is not supported; {', '.join(ARCHITECTURES)} are. With "
             "model.library=transformers other models can be trained on a dataset"
         )
-    # transformers 5 keeps everything about rotary positions in rope_parameters; before, it was spread over two fields.
-    rope: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     problems = [
         f"{name}={fields[name]!r} is not supported"
         for name, supported in _SUPPORTED.items()
         if fields.get(name, supported[0]) not in supported
     ]
-    if (scaling := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        problems.append(f"rope type {scaling!r} (in rope_parameters or rope_scaling) is not supported, only 'default' is")
-    if other := set(cast("Sequence[str]", fields.get("layer_types") or ())) - {"full_attention"}:
-        problems.append(f"layer_types {sorted(other)} are not supported, only 'full_attention' is")
-    defaults = {
-        "num_key_value_heads": fields.get("num_attention_heads"),
-        "max_position_embeddings": 2048 if kind == "llama" else 32_768,
-    }
+    hidden_act = fields.get("hidden_activation") or fields.get("hidden_act") or ("gelu_pytorch_tanh" if kind == "gemma" else "silu")
+    if hidden_act not in _ACTIVATIONS:
+        problems.append(f"hidden_act={hidden_act!r} is not supported, only {', '.join(_ACTIVATIONS)} are")
+    # transformers 5 keeps everything about rotary positions in rope_parameters; before, it was spread over two fields.
+    rope: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if (scaling := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "llama3"):
+        problems.append(
+            f"rope type {scaling!r} (in rope_parameters or rope_scaling) is not supported, only 'default' and 'llama3' are"
+        )
+    layers = cast("Sequence[str]", fields.get("layer_types") or ())
+    if other := set(layers) - {"full_attention", "sliding_attention"}:
+        problems.append(f"layer_types {sorted(other)} are not supported, only 'full_attention' and 'sliding_attention' are")
+    defaults = {"num_key_value_heads": fields.get("num_attention_heads"), "max_position_embeddings": _POSITIONS.get(kind, 32_768)}
     sizes: dict[str, int] = {}
     for name in _SIZES:
         value = fields.get(name, defaults.get(name))
@@ -187,6 +200,8 @@ def read_config(path: Path) -> DecoderConfig:
     if problems:
         raise ModelError(f"{file}: " + "; ".join(problems))
     bias, width, heads = bool(fields.get("attention_bias")), sizes["hidden_size"], sizes["num_attention_heads"]
+    positions, window = sizes["max_position_embeddings"], fields.get("sliding_window", 4096)
+    slides = kind == "mistral" or bool(fields.get("use_sliding_window")) or "sliding_attention" in layers
     try:
         return DecoderConfig(
             vocab_size=sizes["vocab_size"],
@@ -195,29 +210,64 @@ def read_config(path: Path) -> DecoderConfig:
             num_layers=sizes["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=sizes["num_key_value_heads"],
-            head_dim=fields.get("head_dim") or (128 if kind == "qwen3" else width // heads),
-            rope_theta=rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0,
+            head_dim=fields.get("head_dim") or {"qwen3": 128, "gemma": 256}.get(kind, width // heads),
+            rope_theta=rope.get("rope_theta") or fields.get("rope_theta") or (2e6 if kind == "smollm3" else 1e4),
+            stretched=_stretched(rope, positions) if scaling == "llama3" else None,
+            unrotated=_unrotated(fields, sizes["num_hidden_layers"]) if kind == "smollm3" else (),
             rms_eps=fields.get("rms_norm_eps", 1e-6),
-            tie_embeddings=bool(fields.get("tie_word_embeddings")),
+            norm_offset=float(kind == "gemma"),
+            activation=_ACTIVATIONS[hidden_act],
+            embedding_scale=width**0.5 if kind == "gemma" else 1.0,
+            tie_embeddings=bool(fields.get("tie_word_embeddings", kind in ("gemma", "smollm3"))),
             attention_bias=kind == "qwen2" or bias,
             output_bias=kind != "qwen2" and bias,
-            mlp_bias=kind == "llama" and bool(fields.get("mlp_bias")),
+            mlp_bias=kind in ("llama", "smollm3") and bool(fields.get("mlp_bias")),
             qk_norm=kind == "qwen3",
-            max_positions=sizes["max_position_embeddings"],
+            max_positions=min(positions, window) if slides and window is not None else positions,
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         raise ModelError(f"{file}: {error}") from error
 
 
-def _written_config(c: DecoderConfig, eos_id: int | None) -> dict[str, Any]:
-    kind = "qwen3" if c.qk_norm else "qwen2" if c.attention_bias and not c.output_bias else "llama"
+def _unrotated(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    every, rotated = int(fields.get("no_rope_layer_interval", 4)), cast("Sequence[int] | None", fields.get("no_rope_layers"))
+    return tuple(layer for layer in range(num_layers) if not (rotated[layer] if rotated is not None else (layer + 1) % every))
+
+
+def _stretched(rope: Mapping[str, Any], positions: int) -> StretchedRope:
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    if missing := [name for name in names if type(rope.get(name)) not in (int, float)]:
+        raise ValueError(f"rope type 'llama3' needs the numbers {', '.join(missing)} in rope_parameters")
+    factor, low, high = (float(rope[name]) for name in names)
+    return StretchedRope(factor, low, high, rope.get("original_max_position_embeddings", positions))
+
+
+def _family(c: DecoderConfig) -> str:
+    """The model_type that has this shape. Raises ModelError where none has."""
+    offset = c.norm_offset != 0 or c.activation != "silu" or c.embedding_scale != 1
+    kind = "gemma" if offset else "smollm3" if c.unrotated else "qwen3" if c.qk_norm else ""
+    kind = kind or ("qwen2" if c.attention_bias and not c.output_bias else "llama")
+    gemma = (c.norm_offset, c.activation, c.embedding_scale) == (1.0, "gelu_tanh", c.hidden_size**0.5)
     problems = {
-        "mlp_bias with qk_norm or with biases on q, k and v alone": c.mlp_bias and kind != "llama",
-        "a bias on o and none on q, k and v, or the reverse beside qk_norm": kind != "qwen2" and c.attention_bias != c.output_bias,
+        "mlp_bias with qk_norm, as Gemma, or with biases on q, k and v alone": c.mlp_bias and kind not in ("llama", "smollm3"),
+        "a bias on o and none on q, k and v, or the reverse": kind != "qwen2" and c.attention_bias != c.output_bias,
         "a hidden_size that is no multiple of num_heads": kind == "llama" and c.hidden_size % c.num_heads != 0,
+        "one of norm_offset, activation and embedding_scale without the others": kind == "gemma" and not gemma,
+        "qk_norm beside what Gemma and SmolLM3 have": kind in ("gemma", "smollm3") and c.qk_norm,
+        "unrotated layers beside what Gemma has": kind == "gemma" and bool(c.unrotated),
+        "unrotated layers in heads of another width": kind == "smollm3" and c.head_dim * c.num_heads != c.hidden_size,
     }
     if found := [name for name, there in problems.items() if there]:
         raise ModelError(f"none of {', '.join(ARCHITECTURES)} has {' and '.join(found)}, so that the model cannot be written: {c}")
+    return kind
+
+
+def _written_config(c: DecoderConfig, eos_id: int | None) -> dict[str, Any]:
+    kind, rope = _family(c), dict[str, Any]({"rope_type": "default", "rope_theta": c.rope_theta})
+    if (stretched := c.stretched) is not None:
+        rope |= {"rope_type": "llama3", "factor": stretched.factor, "low_freq_factor": stretched.low_factor}
+        rope |= {"high_freq_factor": stretched.high_factor, "original_max_position_embeddings": stretched.original_positions}
+    act = next(name for name, activation in _ACTIVATIONS.items() if activation == c.activation)
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
@@ -228,10 +278,10 @@ def _written_config(c: DecoderConfig, eos_id: int | None) -> dict[str, Any]:
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": act,
         "max_position_embeddings": c.max_positions,
         "rms_norm_eps": c.rms_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        "rope_parameters": rope,
         "tie_word_embeddings": c.tie_embeddings,
         "bos_token_id": None,
         "eos_token_id": eos_id,
@@ -240,6 +290,13 @@ def _written_config(c: DecoderConfig, eos_id: int | None) -> dict[str, Any]:
         "llama": {"attention_bias": c.attention_bias, "mlp_bias": c.mlp_bias},
         "qwen2": {"use_sliding_window": False},
         "qwen3": {"use_sliding_window": False, "attention_bias": c.attention_bias},
+        "gemma": {"hidden_activation": act, "attention_bias": c.attention_bias},
+        "smollm3": {
+            "use_sliding_window": False,
+            "attention_bias": c.attention_bias,
+            "mlp_bias": c.mlp_bias,
+            "no_rope_layers": [int(layer not in c.unrotated) for layer in range(c.num_layers)],
+        },
     }[kind]
 
 

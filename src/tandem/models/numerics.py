@@ -21,7 +21,7 @@ by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear
 5. Attention is in float32 whatever the products' dtype: with the window cut at a multiple of KEYS, bfloat16 flips
    roundings. Softmax is explicit; masked columns are -inf, so they weigh exactly 0 and add nothing to a sum.
 6. Element-wise code is add, sub, mul, div and sqrt, which round correctly, so that scalar and vector code agree.
-   `exp` does not, and vector code goes on by two vectors: what is left of a tensor, or of the piece of it that a thread
+   `exp` and `tanh` do not, and vector code goes on by two vectors: what is left of a tensor, or of the piece of it that a thread
    gets, runs scalar code. `gate` has nothing left.
 
 Backward passes are plain: gradients promise no bits.
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,10 @@ TILE = 128
 QUERIES = 4
 HEAD = 64
 GRAIN = 32_768  # elements that torch leaves to one thread
+GELU_ALONE = 16_384  # elements of GELU that torch leaves to one thread: above 20,480 it shares them among all
 HALVES = 128  # elements that are whole steps of vector code (two vectors of 512 bits, bfloat16 the most) for each of two threads
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 def padded(count: int, multiple: int) -> int:
@@ -178,14 +181,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
-def gate(gates: Tensor, up: Tensor) -> Tensor:
-    """silu(gates) * up, for [M, F].
+def gate(gates: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
+    """silu(gates) * up, or with GELU in its tanh form, for [M, F].
 
     Two threads share a tensor in halves, which are whole steps of the vector code where its size is a multiple of HALVES;
-    more would not be, so that with more threads than two the tensor goes to them in pieces of two grains.
+    more would not be, so that with more threads than two the tensor goes to them in pieces that each leave to so few.
     """
+    act, piece = (F.silu, 2 * GRAIN) if activation == "silu" else (_gelu_tanh, GELU_ALONE)
     size, missing = gates.numel(), -gates.numel() % HALVES
-    if not missing and (torch.get_num_threads() <= 2 or size <= 2 * GRAIN):
-        return F.silu(gates) * up
-    pieces = cast("tuple[Tensor, ...]", F.pad(gates.flatten(), (0, missing)).split(2 * GRAIN))
-    return torch.cat([F.silu(piece) for piece in pieces])[:size].view_as(up) * up
+    if not missing and (torch.get_num_threads() <= 2 or size <= piece):
+        return act(gates) * up
+    pieces = cast("tuple[Tensor, ...]", F.pad(gates.flatten(), (0, missing)).split(piece))
+    return torch.cat([act(part) for part in pieces])[:size].view_as(up) * up
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
