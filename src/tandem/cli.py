@@ -217,6 +217,33 @@ def export(run: Path, directory: Path, step: int | None, best: bool, role: str) 
     click.echo(f"{role} of {snapshot.path} is in {directory}")
 
 
+@tandem.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--temperature", type=float, default=0.7, show_default=True, help="0 is greedy.")
+@click.option("--max-tokens", type=int, default=512, show_default=True, help="Of one answer.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--system", help="A message before the first turn.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Of products.")
+@_debug_option
+def chat(model: Path, temperature: float, max_tokens: int, seed: int, system: str | None, dtype: str) -> None:
+    """Talk with a model.
+
+    MODEL is a Hugging Face directory, or the directory of a run: then its final/ model is taken. A line is a turn, /new begins
+    another conversation; lines may also come from a pipe.
+
+    \b
+    Examples:
+      tandem chat models/smollm2
+      echo 'Which is the largest: 37, 82, 15?' | tandem chat runs/demo --temperature 0
+    """
+    from rich.console import Console
+
+    from tandem.assemble.chat import Chat
+    from tandem.assemble.chat import chat as talk
+
+    talk(model, Chat(temperature, max_tokens, seed, system, dtype), Console())
+
+
 @tandem.command("import")
 @click.argument("source")
 @click.argument("directory", type=click.Path(path_type=Path))

@@ -12,7 +12,7 @@ assistant turn of the sample a token was sampled, or which one it leads to. It n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -77,18 +77,27 @@ class Session:
 
     key: the episode's (branch 0); each branch has the next. params: how to sample; the renderer's stop ids are added.
     `max_tokens` bounds what is sampled in a whole sample, all its turns together, and max_context (the engine's) the
-    sample's length: where nothing is left, `chat` gives an empty turn that stopped for "length". seed: the run's.
+    sample's length: where nothing is left, `chat` gives an empty turn that stopped for "length". seed: the run's. heard: what is
+    told of sampled tokens as they come.
 
     A turn that the engine fails or a cancelled caller leaves half sampled is in the sample, whose stop is then "error".
     All turns of a sample have one temperature and one support; a call with others starts a branch.
     """
 
     def __init__(
-        self, engine: RolloutEngine, renderer: Renderer, key: Key, params: SamplingParams, *, seed: int, max_context: int
+        self,
+        engine: RolloutEngine,
+        renderer: Renderer,
+        key: Key,
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_context: int,
+        heard: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self._engine, self._renderer = engine, renderer
         self._key, self._params = key, params
-        self._seed, self._max_context = seed, max_context
+        self._seed, self._max_context, self._heard = seed, max_context, heard
         self._branches: list[_Branch] = []
         self._current: _Branch | None = None  # the one that `chat` may go on with
 
@@ -149,6 +158,8 @@ class Session:
         async for chunk in self._engine.generate(request):
             branch.add(chunk.tokens, chunk.logprobs, chunk.policy)
             stop = chunk.stop
+            if self._heard is not None:
+                self._heard(chunk.tokens)
         if stop is None:
             raise EngineError(f"request {branch.key}: the engine's last chunk has no stop; its adapter breaks the port")
         branch.stop = stop
