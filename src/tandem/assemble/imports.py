@@ -49,23 +49,7 @@ def _loaded(source: str) -> tuple[Decoder, Tokenizer]:
         decoder, metadata = load_gguf(path)
         return decoder, gguf_tokenizer(metadata, source)
     if not path.is_dir():
-        path = _fetched(source)
+        if source.count("/") != 1 or source.startswith((".", "/")):
+            raise ModelError(f"there is no file or directory {source}, and it is no id of a model on the hub, such as owner/name")
+        path = cast("Callable[[str], Path]", resolve("tandem.models.hub:fetched", {}, kind="hub"))(source)
     return load_decoder(path), load_tokenizer(path)
-
-
-_WANTED = ("*.json", "*.safetensors", "*.jinja")
-
-
-def _fetched(name: str) -> Path:
-    """Where the files of a model of the hub are kept on this machine."""
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        raise ModelError(f"there is no file or directory {name}, and it is no id of a model on the hub, such as owner/name")
-    fetch = cast("Callable[..., str]", resolve("huggingface_hub:snapshot_download", {}, kind="hub"))
-    try:
-        return Path(fetch(name, allow_patterns=_WANTED))
-    except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors are of these kinds
-        reason = " ".join(str(error).split())
-        raise ModelError(
-            f"there is no file or directory {name}, and the model cannot be fetched from the hub: {reason[:200]}; import a file "
-            "or a directory that you have"
-        ) from error
