@@ -424,6 +424,23 @@ def check_data(file: Path, heldout: Path | None, columns: tuple[str, ...], token
     show(train, other, max_tokens, Console())
 
 
+@tandem.command()
+@_debug_option
+def sandbox() -> None:
+    """Say what the sandbox for generated code holds on this machine.
+
+    Small hostile programs are run in it, as the reward `code` does it. Exit code 2 where it cannot be had.
+    """
+    import asyncio
+
+    from tandem.sandbox.isolated import IsolatedSandbox
+    from tandem.sandbox.probe import probe
+
+    found = asyncio.run(probe(IsolatedSandbox(), str(Path(__file__).resolve())))
+    for finding in found:
+        click.echo(f"{'holds' if finding.held else 'DOES NOT HOLD':<14} {finding.name}")
+
+
 @tandem.group()
 def reward() -> None:
     """Look at a reward before it is trained on."""

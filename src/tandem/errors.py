@@ -7,7 +7,8 @@
     |   |-- DataError           a dataset, a task, a prompt (also ValueError)
     |   |-- ModelError          a model or tokenizer directory (also ValueError)
     |   |-- DeviceError         hardware that is asked for and absent (also ValueError)
-    |   `-- RewardError         a reward function that breaks its contract (also ValueError)
+    |   |-- RewardError         a reward function that breaks its contract (also ValueError)
+    |   `-- SandboxError        walls that are asked for and that this machine does not give (also RuntimeError)
     `-- RunError                the run failed: exit code 1
         |-- ColumnError         columns or keys of a batch that do not fit (also ValueError)
         |-- PlanError           no stage gives a column (also LookupError)
@@ -60,6 +61,10 @@ class DeviceError(UserError, ValueError):
 
 class RewardError(UserError, ValueError):
     """A reward function that breaks its contract: wrong count, wrong type, not importable."""
+
+
+class SandboxError(UserError, RuntimeError):
+    """Walls around untrusted code that are asked for and that this machine does not give."""
 
 
 class RunError(TandemError):

@@ -80,10 +80,7 @@ class TrainEngine(Protocol):
         ...
 
     def evaluate(self, batch: DataProto, loss: LossRef) -> Metrics:
-        """The loss and the metrics of `forward_backward` on this batch as `eval/...`: no gradient, and nothing changes.
-
-        Raises NonFiniteError for a loss that is not finite.
-        """
+        """The loss and metrics of `forward_backward` as `eval/...`; nothing changes. Raises NonFiniteError."""
         ...
 
     def step(self) -> Metrics:
@@ -345,12 +342,14 @@ class Reward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one sandboxed program: seconds of CPU and wall time, bytes of memory, output and files."""
+    """Of one sandboxed program: seconds; bytes of memory, of output or one file, of all files; processes at once."""
 
     cpu_s: float = 5.0
     wall_s: float = 10.0
     memory_bytes: int = 512 << 20
     output_bytes: int = 1 << 20
+    files_bytes: int = 64 << 20
+    processes: int = 32
 
 
 @dataclass(frozen=True, slots=True)

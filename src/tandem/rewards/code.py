@@ -1,0 +1,135 @@
+r"""A built-in reward: whether a program does what its tests say, run in a sandbox.
+
+A task's answer is one of
+    "assert f(2) == 4\n..."              a test as source: asserts, or HumanEval's `check` with its call
+    ["assert f(2) == 4", ...]           several, as MBPP has them
+    {"inputs": [...], "outputs": [...]}  texts on standard input, and what the program must print, as in programming contests
+
+The program is the last ```python block of the last assistant turn, or all of it. It is a module of its own, imported by the tests,
+so that ending early passes none of them. A program that looks for what checks it can still find it: this judges honest mistakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tandem.errors import RewardError, SandboxError
+from tandem.ports import Limits, Sandbox
+from tandem.registry import resolve
+from tandem.rewards.functions import answer_of
+from tandem.types import Episode, RewardResult, Task
+
+SANDBOXES = {
+    "isolated": "tandem.sandbox.isolated:IsolatedSandbox",
+    "process": "tandem.sandbox.process:SubprocessSandbox",
+}
+_AT_ONCE = 4
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_TESTS = """
+import json, os, sys
+tests, word = json.load(open("tests.json"))
+os.remove("tests.json")
+from solution import *
+passed = 0
+for test in tests:
+    try:
+        exec(test, globals())
+        passed += 1
+    except BaseException:
+        pass
+print(f"\\n{word} {passed}")
+"""
+
+
+@dataclass(frozen=True)
+class _Judge:
+    sandbox: Sandbox
+    limits: Limits
+
+    async def asserts(self, program: str, tests: Sequence[str]) -> float:
+        """The share of the tests that pass."""
+        word = secrets.token_hex(8)
+        files = {"solution.py": program, "tests.json": json.dumps([list(tests), word]), "main.py": _TESTS}
+        outcome = await self.sandbox.run([sys.executable, "main.py"], files, self.limits)
+        found = re.search(rf"^{word} (\d+)\s*\Z", outcome.stdout, re.MULTILINE)
+        return int(found[1]) / len(tests) if found and outcome.limit is None else 0.0
+
+    async def printed(self, program: str, inputs: Sequence[str], outputs: Sequence[str]) -> float:
+        """The share of the inputs for which it prints the output, white space at ends of lines aside."""
+        passed = 0
+        for given, expected in zip(inputs, outputs, strict=True):
+            command = ["/bin/sh", "-c", 'exec "$0" solution.py < input.txt', sys.executable]
+            outcome = await self.sandbox.run(command, {"solution.py": program, "input.txt": given}, self.limits)
+            passed += outcome.exit_code == 0 and _lines(outcome.stdout) == _lines(expected)
+        return passed / len(inputs)
+
+
+def code(
+    task: Task,
+    group: Sequence[Episode],
+    *,
+    partial: bool = False,
+    sandbox: str = "isolated",
+    wall_s: float = 10.0,
+    cpu_s: float = 5.0,
+    memory_mb: int = 1024,
+) -> list[RewardResult]:
+    """1 where every test passes; partial: the share of those that do. Component `passed` is that share.
+
+    sandbox: "isolated", or "process", which runs programs with limits and without walls. wall_s, cpu_s, memory_mb: of one run.
+    """
+    make = cast("Any", resolve(sandbox, SANDBOXES, kind="sandbox"))
+    judge = _Judge(make(), Limits(cpu_s=cpu_s, wall_s=wall_s, memory_bytes=memory_mb << 20))
+    try:
+        shares = asyncio.run(_judged(judge, task, group))
+    except SandboxError as problem:
+        raise RewardError(f"reward code: {problem}") from None
+    return [RewardResult(share if partial else float(share == 1), {"passed": share}) for share in shares]
+
+
+async def _judged(judge: _Judge, task: Task, group: Sequence[Episode]) -> list[float]:
+    tests, inputs, outputs = _checks(task)
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(episode: Episode) -> float:
+        if episode.stop != "stop":
+            return 0.0
+        blocks = _FENCED.findall(episode.completion)
+        program = blocks[-1] if blocks else episode.completion
+        async with places:
+            if tests:
+                return await judge.asserts(program, tests)
+            return await judge.printed(program, inputs, outputs)
+
+    return list(await asyncio.gather(*(one(episode) for episode in group)))
+
+
+def _checks(task: Task) -> tuple[list[str], list[str], list[str]]:
+    """Tests, or inputs and outputs."""
+    answer = answer_of(task)
+    if isinstance(answer, dict):
+        both = cast("dict[str, object]", answer)
+        found: tuple[object, ...] = ([], both.get("inputs"), both.get("outputs"))
+    else:
+        found = ([answer] if isinstance(answer, str) else answer, [], [])
+    tests, inputs, outputs = (_texts(each) for each in found)
+    if tests is None or inputs is None or outputs is None or len(inputs) != len(outputs) or not tests + inputs:
+        raise ValueError(f"the answer of task {task.id!r} has no tests: it must be source, a list of it, or inputs and outputs")
+    return tests, inputs, outputs
+
+
+def _texts(value: object) -> list[str] | None:
+    """None where it is no list of texts."""
+    texts = cast("list[object]", value) if isinstance(value, list) else [None]
+    return cast("list[str]", texts) if all(isinstance(text, str) for text in texts) else None
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,88 @@
+"""Programs as models write them, judged by tests as data sets have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.errors import RewardError, SandboxError
+from tandem.ports import Limits
+from tandem.rewards.code import code
+from tandem.types import Json, RewardResult
+from tests.rewards.episodes import episode, task
+
+SQUARE = "def square(x):\n    return x * x\n"
+TESTS: list[Json] = ["assert square(2) == 4", "assert square(-3) == 9", "assert square(0) == 0"]
+CHECK = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(5) == 25\n\ncheck(square)\n"
+
+
+def judged(answer: Json, *texts: str, **params: Any) -> list[RewardResult]:
+    """With limits and without walls, which every machine has."""
+    group = [episode(text, answer=answer, member=i) for i, text in enumerate(texts)]
+    return code(task(answer), group, sandbox="process", **params)
+
+
+@pytest.mark.parametrize("answer", [CHECK, TESTS], ids=["HumanEval", "MBPP"])
+def test_programs_in_a_block_or_alone_are_run_against_tests(answer: Json) -> None:
+    fenced = f"Here it is:\n```python\n{SQUARE}```\nIt squares."
+    wrong = "def square(x):\n    return x + x\n"
+    assert [result.value for result in judged(answer, SQUARE, fenced, wrong, "I do not know", "")] == [1, 1, 0, 0, 0]
+
+
+def test_the_share_that_passes_is_a_component_and_partial_credit() -> None:
+    (result,) = judged(TESTS, "def square(x):\n    return 2 * x\n")
+    assert result == RewardResult(0.0, {"passed": 2 / 3})
+    (result,) = judged(TESTS, "def square(x):\n    return 2 * x\n", partial=True)
+    assert result.value == 2 / 3
+
+
+def test_ending_early_passes_nothing() -> None:
+    early = [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "def square(x):\n    import sys\n    sys.exit(0)",
+    ]
+    assert [result.value for result in judged(CHECK, *early)] == [0] * 4
+
+
+def test_a_loop_costs_its_own_answer_alone() -> None:
+    results = judged(TESTS, "def square(x):\n    while True: pass\n", SQUARE, wall_s=1.0)
+    assert [result.value for result in results] == [0, 1]
+
+
+def test_what_is_printed_is_compared_line_by_line() -> None:
+    answer: Json = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+    good = "a, b = map(int, input().split())\nprint(a + b, '')\n"
+    assert [result.components["passed"] for result in judged(answer, good, "print(3)", "print(3); exit(1)")] == [1, 0.5, 0]
+
+
+@pytest.mark.parametrize("answer", [None, 3, [], [1], {"inputs": ["a"], "outputs": []}, {"tests": "x"}])
+def test_an_answer_without_tests_is_refused(answer: Json) -> None:
+    with pytest.raises(ValueError, match=r"no answer to compare with|has no tests"):
+        judged(answer, SQUARE)
+
+
+def test_an_answer_that_was_cut_off_is_not_run() -> None:
+    assert code(task(CHECK), [episode(SQUARE, answer=CHECK, stop="length")], sandbox="process")[0].value == 0
+
+
+class NoSandbox:
+    """Of a machine that gives none."""
+
+    async def run(self, program: object, files: object, limits: Limits) -> None:
+        raise SandboxError("this machine gives no sandbox")
+
+
+def test_without_walls_nothing_is_judged_unless_it_is_told() -> None:
+    with pytest.raises(RewardError, match="reward code: this machine gives no sandbox"):
+        code(task(CHECK), [episode(SQUARE, answer=CHECK)], sandbox="tests.rewards.test_code:NoSandbox")
+
+
+def test_in_walls() -> None:
+    try:
+        results = code(task(CHECK), [episode(text, answer=CHECK) for text in (SQUARE, "import os\nprint(os.getcwd())\n")])
+    except RewardError as error:
+        pytest.skip(str(error))
+    assert [result.value for result in results] == [1, 0]
