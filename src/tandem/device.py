@@ -10,18 +10,19 @@ import importlib.util
 import os
 import platform
 import resource
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] documented there
+from torch import Tensor
+from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] documented there
 from torch.distributed.device_mesh import DeviceMesh
 
 from tandem import __version__
@@ -202,6 +203,50 @@ def mesh(device: Device, replicas: int, limit_s: float) -> DeviceMesh:
         cast("dist.ProcessGroup", dist.new_subgroups_by_enumeration(rows.tolist(), timeout=limit)[0]) for rows in (table.t(), table)
     ]
     return DeviceMesh.from_group(groups, device.kind, mesh=table, mesh_dim_names=("replica", "shard"))
+
+
+class Broadcasts:
+    """A group of its own for broadcasts on tensors of `device`'s kind, whatever other groups these processes are in.
+
+    The ranks meet at a store that `open_store` serves; name: of the group, which no other there has had.
+    """
+
+    def __init__(self, device: Device, name: str, rank: int, size: int, meet: Address, limit_s: float) -> None:
+        """Raises StalledError where the ranks are not all there within `limit_s`, which later limits every broadcast too."""
+        limit = timedelta(seconds=limit_s)
+        self._who = f"rank {rank} of {size} in {name!r}"
+        try:
+            store = PrefixStore(name, TCPStore(meet.host, meet.port, is_master=False, timeout=limit))
+            store.set_timeout(limit)
+            make = cast("Any", dist).ProcessGroupNCCL if device.kind == "cuda" else dist.ProcessGroupGloo
+            self._group = cast(
+                "dist.ProcessGroup", make(store, rank, size, cast("Any", limit))
+            )  # the stubs know less than there is
+        except (dist.DistError, RuntimeError) as error:
+            raise StalledError(f"{self._who} did not meet the others in {limit_s:g} s: {error}") from error
+
+    def start(self, tensor: Tensor, root: int) -> Callable[[], None]:
+        """Begins to send `tensor` from rank `root` into that of all others; call what it returns to wait for the end.
+
+        Raises StalledError, here or there, where another rank does not come in time, or went away.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        with self._meeting():
+            work: dist.Work = cast("Any", self._group).broadcast([tensor], options)
+
+        def wait() -> None:
+            with self._meeting():
+                work.wait()
+
+        return wait
+
+    @contextmanager
+    def _meeting(self) -> Generator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise StalledError(f"{self._who} waited in a broadcast for a rank that did not come: {error}") from error
 
 
 @contextmanager

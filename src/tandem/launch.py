@@ -20,7 +20,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, aclosing, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -38,7 +38,6 @@ from tandem.assemble.tasks import build_dataset, notes
 from tandem.assemble.trackers import build_trackers, find_trackers
 from tandem.checkpoint.journal import Journal
 from tandem.checkpoint.snapshots import Part, SnapshotStore
-from tandem.checkpoint.wire import whole_shards, wire_hash
 from tandem.config import Resolved
 from tandem.errors import ConfigError
 from tandem.faults import crash_point
@@ -57,6 +56,7 @@ from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutSource
 from tandem.trainer.workers import ModelWorker
 from tandem.types import Json, Metrics, PolicyRef
+from tandem.weights import whole_shards, wire_hash
 
 _SOURCE = "source.json"
 _UNTOLD = "nothing was measured: the recipe names no data.heldout, or neither a reward nor responses to judge a loss by"
@@ -158,7 +158,7 @@ class _PhaseRun:
         self.began_s = began_s
         if phase.copies_policy and (self.store.latest() is None or not initial.is_dir()):
             phase.model.save(initial)
-        async with phase.workers:
+        async with phase.workers, aclosing(phase.checkpoint):
             await phase.begin(initial)
             await self._run()
             await phase.current()

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
 
+from tandem.calls import Collect, Dispatch, register
 from tandem.data_proto import DataProto
 from tandem.types import (
     BatchRef,
@@ -35,7 +35,7 @@ from tandem.types import (
     Stop,
     Task,
 )
-from tandem.weights import WeightLayout, WeightPart, WeightShard
+from tandem.weights import Held, OpenedWeights, SentWeights, WeightBlock, WeightLayout, WeightPart, WeightPiece, WeightShard
 
 Place = Literal["device", "host"]
 
@@ -43,11 +43,17 @@ Place = Literal["device", "host"]
 
 
 class WeightSource(Protocol):
-    """What a rollout engine loads from. shared: the engine already reads this storage, so nothing has to move."""
+    """What a rollout engine loads from. shared: the engine already reads this storage, so nothing has to move.
+
+    blocks: which numbers will come, or come changed. shards: once; a piece is there until the next one is asked for. Both may wait
+    for another process, and block; RunError for what did not come as it was sent.
+    """
 
     @property
     def shared(self) -> bool: ...
-    def shards(self) -> Iterator[WeightShard]: ...
+    @property
+    def blocks(self) -> Sequence[WeightBlock]: ...
+    def shards(self) -> Iterator[WeightPiece]: ...
 
 
 # ----------------------------------------------------------------------------------------------------- engines
@@ -133,6 +139,8 @@ class RolloutEngine(Protocol):
         """New weights; caches of older policies are dropped; running requests go on under the new weights."""
         ...
 
+    async def held(self, blocks: Sequence[Sequence[WeightBlock]], rows: Sequence[Sequence[int]]) -> Held: ...  # also while paused
+
     async def pause(self) -> None:
         """After this returns no token is sampled until `resume`; running requests keep their place."""
         ...
@@ -148,16 +156,23 @@ class RolloutEngine(Protocol):
 
 
 class CheckpointEngine(Protocol):
-    """Moves weights from the ranks of a TrainEngine, which are those of a WorkerGroup of WeightWorkers, to RolloutEngines."""
+    """Moves weights from the ranks of a TrainEngine, which are those of a WorkerGroup of WeightWorkers, to RolloutEngines.
+
+    admitted: the engines that may be sampled from, since they hold what was published last.
+    """
+
+    @property
+    def admitted(self) -> Sequence[RolloutEngine]: ...
 
     async def connect(self, train: WorkerGroup, rollouts: Sequence[RolloutEngine]) -> None: ...
 
     async def publish(self, policy: PolicyRef) -> Metrics:
-        """All rollouts hold the trainer's weights as `policy` when this returns; metrics say bytes and seconds.
-
-        Where weights move, both ends agree on their wire hash and on a probe batch's logprobs before it returns.
+        """All admitted rollouts hold the trainer's weights as `policy` when this returns: where weights move, both ends agree on
+        their wire hash and on a probe batch's logprobs before. Raises EngineError where none is admitted.
         """
         ...
+
+    async def aclose(self) -> None: ...
 
 
 # ------------------------------------------------------------------------------------------------------- queue
@@ -371,35 +386,9 @@ class Sandbox(Protocol):
 # -------------------------------------------------------------------------------------------- single controller
 
 
-class Dispatch(Enum):
-    """How a Worker call's batch reaches the ranks."""
-
-    SPLIT = "split"
-    BROADCAST = "broadcast"
-    RANK_ZERO = "rank_zero"
-
-
-class Collect(Enum):
-    """How the ranks' results become one."""
-
-    CONCAT = "concat"
-    SUM = "sum"
-    FIRST = "first"
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W")
-
-
-def register(dispatch: Dispatch, collect: Collect) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Marks a Worker's method as callable through a WorkerGroup; the method itself is unchanged."""
-
-    def mark(method: Callable[P, R]) -> Callable[P, R]:
-        method.__tandem_call__ = (dispatch, collect)  # type: ignore[attr-defined]
-        return method
-
-    return mark
 
 
 class WorkerGroup(Protocol):
@@ -418,10 +407,20 @@ class WorkerGroup(Protocol):
 
 
 class WeightWorker(Protocol):
-    """A worker with one rank of a TrainEngine, to those that move its weights."""
+    """A worker with one rank of a TrainEngine, to those that move its weights.
+
+    open_weights: it makes a sender with `outlet` (checkpoint.transport), unless another rank holds the same, and sends it.
+    send_weights: the `number`th publish; delta: what changed since the one before, unless `whole` asks for everything.
+    """
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def weights(self) -> WeightPart: ...
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def open_weights(self, outlet: Callable[[int, Sequence[WeightBlock]], Any]) -> OpenedWeights | None: ...
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def send_weights(self, number: int, delta: bool, whole: bool) -> SentWeights | None: ...
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def logprobs(self, rows: DataProto) -> DataProto: ...  # as TrainEngine.forward gives them
 
 
 class Runtime(Protocol):

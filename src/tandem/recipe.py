@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from tandem.checkpoint.publisher import CheckpointConfig
 from tandem.checkpoint.snapshots import SnapshotConfig
 from tandem.config import Resolved, load
 from tandem.data.builtin import NoiseConfig
@@ -310,6 +311,7 @@ class Recipe:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     trainer: TrainerSection = field(default_factory=TrainerSection)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     warmup: WarmupSection | None = None
     queue: QueueConfig = field(default_factory=QueueConfig)

@@ -1,29 +1,71 @@
-"""A model's weights as they pass between engines: names and shapes, blocks, and whose blocks they are. Nothing is moved here."""
+"""A model's weights as they pass between engines: names and shapes, blocks, what changed of a block, and one hash of the bits.
+
+Nothing is moved here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+_HASHED_AT_ONCE = 1 << 18  # numbers that are cast at a time, so that the copy stays in a processor's cache
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """Where a weight lives, in Hugging Face coordinates. tied_to: the name that owns the storage, if another does."""
+    """Where a weight lives, in Hugging Face coordinates. tied_to: the name that owns the storage, if another does.
+
+    wire: the dtype in which it may be sent, since whoever computes with this model sees no more of it; None is its own.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     tied_to: str | None = None
+    wire: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """All weights of a model; `replicas` whole copies of them exist, and this rank holds shards of copy `replica`."""
+    """All weights of a model; `replicas` whole copies of them exist, and this rank holds shards of copy `replica`.
+
+    index: of this rank, among those of all copies.
+    """
 
     specs: tuple[WeightSpec, ...]
     replicas: int = 1
     replica: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBlock:
+    """Which numbers: those of weight `name` of shape `shape` that stand from `offsets` on, `size` of them along each dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.size).numel())
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Of the whole weight."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.size, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,11 +77,119 @@ class WeightShard:
     offsets: tuple[int, ...]
     tensor: Tensor
 
+    @property
+    def block(self) -> WeightBlock:
+        return WeightBlock(self.name, tuple(self.shape), tuple(self.offsets), tuple(self.tensor.shape), self.tensor.dtype)
+
+    @classmethod
+    def of(cls, block: WeightBlock, tensor: Tensor) -> WeightShard:
+        return cls(block.name, block.shape, block.offsets, tensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightPatch:
+    """What changed in a block: values[i], of its dtype, stands at the block's position positions[i], counted row by row.
+
+    gaps: uint16 [n], how many positions are passed over before each; where more lie between two changes than that can say,
+    numbers that did not change are among the values.
+    """
+
+    block: WeightBlock
+    gaps: Tensor
+    values: Tensor
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [n], ascending."""
+        return (self.gaps.long() + 1).cumsum(0) - 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.gaps.nbytes + self.values.nbytes
+
+
+WeightPiece = WeightShard | WeightPatch
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedWeights:
+    """What others have to know of a rank that will send its weights.
+
+    host: the same for processes that see each other's memory. blocks: that it sends, in order, in the dtype of the wire. at: where,
+    or as whom.
+    """
+
+    host: str
+    blocks: tuple[WeightBlock, ...]
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """By one rank. wire_hash: of all that it holds, in the dtype of the wire, whatever of it was sent. num_bytes: that were sent.
+
+    numbers: that it holds; sent: how many of them, all where they went as a whole.
+    """
+
+    wire_hash: str
+    num_bytes: int
+    numbers: int
+    sent: int
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightPart:
-    """What one rank holds of a model, and the hash of it: `tandem.checkpoint.wire.wire_hash(shards)`."""
+    """What one rank holds of a model, and the hash of it: `wire_hash(shards)`."""
 
     layout: WeightLayout
     shards: tuple[WeightShard, ...]
     wire_hash: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What a rollout engine has, to be compared with the trainer's.
+
+    wire_hashes: of each sequence of blocks that was asked for (`WireHash`). logprobs: of each row, float32, of each
+    token from the second on, given those before it, at temperature 1. tolerance: by how much these may differ, as it declares.
+    """
+
+    wire_hashes: tuple[str, ...]
+    logprobs: tuple[NDArray[np.float32], ...]
+    tolerance: float
+
+
+def whole_shards(module: nn.Module) -> Iterator[WeightShard]:
+    """The weights of a module that holds all of them."""
+    for name, parameter in module.named_parameters():
+        yield WeightShard(name, tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
+
+
+class WireHash:
+    """One hash for a set of weights, the same wherever it is computed: two holders of equal weights agree on it.
+
+    xxh3 (128 bits) over name, global shape, offsets, dtype and bits of each block, in the order given. It says that the bits are
+    equal, not that they are right.
+    """
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def add(self, block: WeightBlock, tensor: Tensor) -> None:
+        """tensor: of the block's size; of another dtype, it counts as what it is when cast to the block's."""
+        self._digest.update(repr((block.name, block.shape, block.offsets, block.size, str(block.dtype))).encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        at_once = _HASHED_AT_ONCE if flat.dtype != block.dtype else max(1, len(flat))
+        for start in range(0, len(flat), at_once):
+            self._digest.update(flat[start : start + at_once].to(block.dtype).view(torch.uint8).numpy().data)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def wire_hash(shards: Iterable[WeightShard]) -> str:
+    """See WireHash; hexadecimal."""
+    digest = WireHash()
+    for shard in shards:
+        digest.add(shard.block, shard.tensor)
+    return digest.hexdigest()

@@ -12,10 +12,10 @@ from tandem import ports
 ROOT = Path(__file__).parents[2]
 
 PORTS = {
-    "WeightSource": "shards shared",
+    "WeightSource": "blocks shards shared",
     "TrainEngine": "evaluate forward forward_backward layout load load_weights place reset_optimizer save step weight_shards",
-    "RolloutEngine": "abort capabilities close generate load_weights pause place policy resume",
-    "CheckpointEngine": "connect publish",
+    "RolloutEngine": "abort capabilities close generate held load_weights pause place policy resume",
+    "CheckpointEngine": "aclose admitted connect publish",
     "TransferQueue": "ack commit drop get metrics put release reserve restore save take write",
     "Renderer": "demonstration following opening stop_ids text",
     "LLM": "chat complete samples",
@@ -24,7 +24,7 @@ PORTS = {
     "Reward": "__call__ close",
     "Sandbox": "run",
     "WorkerGroup": "call call_each size",
-    "WeightWorker": "weights",
+    "WeightWorker": "logprobs open_weights send_weights weights",
     "Runtime": "__aenter__ __aexit__ group",
     "Learner": "update",
     "Source": "__aiter__ advance policy restore state training",

@@ -17,7 +17,7 @@ from tandem.ports import RolloutEngine
 from tandem.rollout.fake import FakeEngine
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.types import Chunk, GenerateRequest, Key, PolicyRef, SamplingParams, Stop
-from tandem.weights import WeightShard
+from tandem.weights import WeightBlock, WeightShard
 
 SHAPE = DecoderConfig(
     vocab_size=40, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=512
@@ -52,6 +52,7 @@ class SharedWeights:
     """The engine reads the trainer's storage already."""
 
     shared = True
+    blocks: tuple[WeightBlock, ...] = ()
 
     def shards(self) -> Iterator[WeightShard]:
         raise AssertionError("shared weights have nothing to move")

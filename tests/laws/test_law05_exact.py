@@ -20,6 +20,7 @@ from tandem.algos.extra_terms import kl_estimate
 from tandem.algos.functions import loss_function
 from tandem.algos.kl import KLEstimator
 from tandem.algos.terms import LossInputs
+from tandem.checkpoint.gathered import GatheredWeights
 from tandem.models import heads as output_heads
 from tandem.models import numerics
 from tandem.models.adapters import LoraConfig
@@ -29,7 +30,7 @@ from tandem.models.probe import probe
 from tandem.ports import WeightSource
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.types import GenerateRequest, PolicyRef
-from tandem.weights import WeightShard
+from tandem.weights import whole_shards
 from tests.laws.breaking import Breaker
 from tests.rollout.tiny import Answer, answer, decoder, engine, request, run, trainer_logprobs
 
@@ -143,19 +144,12 @@ def check_new_weights() -> None:
     """Tokens sampled after a publish in the middle of their row are on policy for the new weights: nothing stale is read."""
     model, new = decoder(), decoder(seed=1)
 
-    class Source:
-        shared = False
-
-        def shards(self) -> Iterator[WeightShard]:
-            for name, tensor in new.named_parameters():
-                yield WeightShard(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
-
     async def scene(got: Answer) -> None:
         rollout = engine(model)
         task = asyncio.create_task(answer(rollout, asked, got))
         for _ in range(15):
             await asyncio.sleep(0)
-        await rollout.load_weights(Source(), PolicyRef(version=1))
+        await rollout.load_weights(GatheredWeights(tuple(whole_shards(new))), PolicyRef(version=1))
         await task
 
     asked, got = request(0, (1, 2, 3, 4), max_tokens=40), Answer([], [], [])

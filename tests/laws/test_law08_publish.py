@@ -1,31 +1,33 @@
 """Law 8: after a publish both ends agree on the weights' hash and on what they predict; nothing older is used or trained on.
 
-The trainer is a worker whose parts are copies, as from another process; the engine has weights of its own. The second half is
+Trainer and engine have weights of their own, unless they are published in place. The second half is
 whose samples may be trained on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tandem.checkpoint import gathered
-from tandem.checkpoint.gathered import Gathered, GatheredWeights
-from tandem.checkpoint.wire import whole_shards, wire_hash
+from tandem.checkpoint.encoding import Full
+from tandem.checkpoint.in_place import InPlace
+from tandem.checkpoint.publisher import Publisher
 from tandem.data_proto import DataProto
 from tandem.errors import StalenessError
 from tandem.models.decoder import DecoderConfig, init_decoder
 from tandem.models.lora import add_lora
-from tandem.ports import Consumer, Lease
+from tandem.ports import Consumer, Lease, WeightSource
 from tandem.queue.fake import FakeQueue
-from tandem.rollout import native
 from tandem.rollout.native import NativeConfig, NativeEngine
+from tandem.rollout.weights import load as _load
 from tandem.runtime.inline import InlineGroup
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
@@ -33,19 +35,21 @@ from tandem.trainer.intake import Intake
 from tandem.trainer.schedule import schedule
 from tandem.trainer.workers import ModelWorker
 from tandem.types import GenerateRequest, GroupKey, Key, LossRef, PolicyRef, Sample, SamplingParams
-from tandem.weights import WeightPart, WeightShard
+from tandem.weights import WeightBlock, WeightPiece, wire_hash
+from tests.contracts.test_checkpoint_engine import TRANSPORTS, publisher
 from tests.laws.breaking import Breaker
 from tests.train.rows import LORA
 
 CONFIG = DecoderConfig(17, 16, 32, 1, 2, 1, 8, max_positions=64)
 
 
-class Elsewhere(ModelWorker):
-    """Gives copies, as another process does."""
+class Damaged(NativeEngine):
+    """One number of what it was given is another."""
 
-    async def weights(self) -> WeightPart:
-        part = await super().weights()
-        return replace(part, shards=tuple(replace(shard, tensor=shard.tensor.clone()) for shard in part.shards))
+    async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:
+        await super().load_weights(source, policy)
+        with torch.no_grad():
+            next(self._decoder.parameters())[0, 0] += 1e-6
 
 
 async def sample(engine: NativeEngine, policy: PolicyRef) -> Sample:
@@ -57,32 +61,60 @@ async def sample(engine: NativeEngine, policy: PolicyRef) -> Sample:
     return Sample(request.key, tokens, np.arange(15) >= 3, logprobs, ((policy, 12),), "length")
 
 
-def check_both_ends_agree(*, tied: bool = True, adapter: bool = False) -> None:
+def check_both_ends_agree(
+    transport: str = "shared_memory", encoding: str = "full", *, tied: bool = True, adapter: bool = False, dtype: str = "float32"
+) -> None:
     """Three updates, each published; before every publish the engine still holds what was published last."""
 
-    async def scenario() -> None:
-        decoder, copy = (init_decoder(replace(CONFIG, tie_embeddings=tied), 3) for _ in range(2))
+    async def scenario(path: Path) -> None:
+        compute = getattr(torch, dtype)
+        decoder, copy = (init_decoder(replace(CONFIG, tie_embeddings=tied), 3, compute) for _ in range(2))
         for model in (decoder, copy) if adapter else ():
             add_lora(model, LORA, 0)
         trainer = TorchEngine(decoder, TrainConfig(lr=0.05))
-        rollout = NativeEngine(copy, str, NativeConfig(slots=4, max_context=64), exact=True)
-        checkpoint, policy, seen = Gathered(), PolicyRef(), set[str]()
-        await checkpoint.connect(InlineGroup([Elsewhere(trainer, FakeQueue())]), [rollout])
+        rollout = NativeEngine(decoder if transport == "in_place" else copy, str, NativeConfig(slots=4, max_context=64), exact=True)
+        checkpoint = publisher(InPlace() if transport == "in_place" else TRANSPORTS[transport](path), encoding)
+        policy, seen = PolicyRef(), set[str]()
+        await checkpoint.connect(InlineGroup([ModelWorker(trainer, FakeQueue())]), [rollout])
         for _ in range(3):
             policy = policy.next()
             await checkpoint.publish(policy)
-            mine = wire_hash(shard for shard in whole_shards(copy) if not adapter or "lora_" in shard.name)
-            assert mine == wire_hash(trainer.weight_shards()), "the engine holds other bits"
-            seen.add(mine)
+            mine = dict(rollout._decoder.named_parameters())
+            for spec, shard in zip(trainer.layout().specs, trainer.weight_shards(), strict=False):
+                sent = shard.tensor.to(spec.wire or shard.tensor.dtype)
+                assert torch.equal(mine[shard.name].to(sent.dtype), sent), "the engine holds other bits"
+            seen.add(wire_hash(trainer.weight_shards()))
             rows = DataProto.from_samples([await sample(rollout, policy)])
             given = trainer.forward(rows, frozenset({"logprobs"}))["logprobs"]
             assert torch.equal(given, rows["rollout_logprobs"]), "the engine predicts something else"
             trainer.forward_backward(rows.with_columns(token={"loss_weights": rows["mask"].float()}), LossRef("nll"))
             trainer.step()
         assert len(seen) == 3, "an update changed nothing"
+        await checkpoint.aclose()
         await rollout.close()
 
-    asyncio.run(scenario())
+    with tempfile.TemporaryDirectory() as path:
+        asyncio.run(scenario(Path(path)))
+
+
+def check_who_does_not_agree_is_not_admitted() -> None:
+    """An engine that keeps what older weights computed, or misses an update, is noticed by the handshake and by nothing else."""
+
+    async def scenario(path: Path) -> None:
+        for name, make in TRANSPORTS.items():
+            decoder, good, bad = (init_decoder(CONFIG, 3) for _ in range(3))
+            trainer = TorchEngine(decoder, TrainConfig())
+            engines = [NativeEngine(good, str, NativeConfig(slots=1, max_context=64), exact=True)]
+            engines.append(Damaged(bad, str, NativeConfig(slots=1, max_context=64), exact=True))
+            checkpoint = publisher(make(path / name))
+            await checkpoint.connect(InlineGroup([ModelWorker(trainer, FakeQueue())]), engines)
+            metrics = await checkpoint.publish(PolicyRef(version=1))
+            assert checkpoint.admitted == (engines[0],), "an engine with other bits is admitted"
+            assert metrics["publish/left_out"].value == 1
+            await checkpoint.aclose()
+
+    with tempfile.TemporaryDirectory() as path:
+        asyncio.run(scenario(Path(path)))
 
 
 def check_nothing_too_old_is_trained_on() -> None:
@@ -109,9 +141,18 @@ def check_nothing_too_old_is_trained_on() -> None:
     assert "policy@0.4 and would be trained on by policy@0.6" in asyncio.run(refused(6))
 
 
-@pytest.mark.parametrize(("tied", "adapter"), [(True, False), (False, False), (True, True)], ids=["tied", "untied", "adapter"])
-def test_both_ends_agree(tied: bool, adapter: bool) -> None:
-    check_both_ends_agree(tied=tied, adapter=adapter)
+MODELS = {"tied": {}, "untied": {"tied": False}, "adapter": {"adapter": True}, "bf16": {"dtype": "bfloat16"}}
+WAYS = [("in_place", "full"), *((name, encoding) for name in TRANSPORTS for encoding in ("full", "delta"))]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("transport", "encoding"), WAYS, ids=[" ".join(way) for way in WAYS])
+def test_both_ends_agree(transport: str, encoding: str, model: str) -> None:
+    check_both_ends_agree(transport, encoding, **MODELS[model])
+
+
+def test_who_does_not_agree_is_not_admitted() -> None:
+    check_who_does_not_agree_is_not_admitted()
 
 
 def test_nothing_too_old_is_trained_on() -> None:
@@ -120,23 +161,26 @@ def test_nothing_too_old_is_trained_on() -> None:
 
 # ---------------------------------------------------------------------------------------------------- breakers
 
-_gather, _copy, _load = gathered.gather, native.copy_shards, NativeEngine.load_weights
-_first: list[GatheredWeights] = []
+_load_weights, _agree, _encode = NativeEngine.load_weights, Publisher._agree, Full.encode
+_first: dict[WeightBlock, Tensor] = {}
 
 
-async def _what_was_published_first(train: Any) -> GatheredWeights:
-    _first.append(await _gather(train))
-    return _first[0]
+def _what_was_sent_first(self: Full, block: WeightBlock, tensor: Tensor, whole: bool) -> WeightPiece:
+    return _encode(self, block, _first.setdefault(block, tensor.clone()), whole)
 
 
-def _all_but_the_last(module: Any, shards: Sequence[WeightShard]) -> None:
-    shards = list(shards)
-    kept = [shard for shard in whole_shards(module) if shard.name == shards[-1].name]
-    _copy(module, [*shards[:-1], *kept])
+def _all_but_one_weight(module: nn.Module, source: WeightSource) -> None:
+    kept = next(module.parameters()).detach().clone()
+    _load(module, source)
+    next(module.parameters()).detach().copy_(kept)
+
+
+async def _admits_anybody(self: Publisher, target: Any, *_: Any) -> None:
+    target.admitted = True
 
 
 async def _without_its_name(self: NativeEngine, source: Any, policy: PolicyRef) -> None:
-    await _load(self, source, policy)
+    await _load_weights(self, source, policy)
     self._policy = PolicyRef(version=policy.version - 1)
 
 
@@ -145,8 +189,11 @@ async def _unasked(self: Intake) -> Lease:
 
 
 BREAKERS = [
-    Breaker(8, "old-weights-again", "tandem.checkpoint.gathered:gather", _what_was_published_first, check_both_ends_agree),
-    Breaker(8, "a-weight-left-out", "tandem.rollout.native:copy_shards", _all_but_the_last, check_both_ends_agree),
+    Breaker(8, "old-weights-again", "tandem.checkpoint.encoding:Full.encode", _what_was_sent_first, check_both_ends_agree),
+    Breaker(8, "a-weight-left-out", "tandem.rollout.weights:load", _all_but_one_weight, check_both_ends_agree),
     Breaker(8, "another-policys-name", "tandem.rollout.native:NativeEngine.load_weights", _without_its_name, check_both_ends_agree),
+    Breaker(
+        8, "no-handshake", "tandem.checkpoint.publisher:Publisher._agree", _admits_anybody, check_who_does_not_agree_is_not_admitted
+    ),
     Breaker(8, "age-not-looked-at", "tandem.trainer.intake:Intake.take", _unasked, check_nothing_too_old_is_trained_on),
 ]

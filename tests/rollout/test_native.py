@@ -15,7 +15,7 @@ from tandem.models.decoder import Decoder, KVCache
 from tandem.rollout import native
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.types import PolicyRef
-from tandem.weights import WeightShard
+from tandem.weights import WeightBlock, WeightShard
 from tests.rollout.tiny import Answer, answer, answers, decoder, engine, request, run, trainer_logprobs
 
 MODEL = decoder()
@@ -26,6 +26,10 @@ class Weights:
 
     def __init__(self, source: Decoder, shared: bool = False) -> None:
         self.source, self.shared = source, shared
+
+    @property
+    def blocks(self) -> tuple[WeightBlock, ...]:
+        return tuple(shard.block for shard in self.shards())
 
     def shards(self) -> Iterator[WeightShard]:
         for name, tensor in self.source.named_parameters():

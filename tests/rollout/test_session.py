@@ -16,7 +16,7 @@ from tandem.rollout.fake import FakeEngine
 from tandem.rollout.session import Session
 from tandem.text.fake import FakeRenderer
 from tandem.types import Chunk, GenerateRequest, Key, Message, PolicyRef, Sample, SamplingParams
-from tandem.weights import WeightShard
+from tandem.weights import WeightBlock, WeightShard
 from tests.rollout import tiny
 
 RENDERER = FakeRenderer()
@@ -258,6 +258,7 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
 
 class Shared:
     shared = True
+    blocks: tuple[WeightBlock, ...] = ()
 
     def shards(self) -> Iterator[WeightShard]:
         return iter(())

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from tandem.checkpoint.wire import whole_shards
+from tandem.checkpoint.gathered import GatheredWeights
 from tandem.errors import EngineError
 from tandem.models.adapters import LoraConfig
 from tandem.models.lora import add_lora
-from tandem.rollout.weights import copy_shards
-from tandem.weights import WeightShard
+from tandem.rollout.weights import load
+from tandem.weights import WeightShard, whole_shards
 from tests.rollout.tiny import decoder
 
 
@@ -33,26 +33,28 @@ def test_of_a_model_with_an_adapter_the_adapter_moves_and_all_of_it() -> None:
     assert source.adapter is not None
     frozen = {name: weight.clone() for name, weight in target.own_parameters().items()}
     moved = [shard for shard in whole_shards(source) if shard.name in source.adapter.names]
-    copy_shards(target, moved)
+    load(target, GatheredWeights(tuple(moved)))
     parameters = dict(target.named_parameters())
     assert all(torch.equal(parameters[shard.name], shard.tensor) for shard in moved)
     assert all(torch.equal(weight, frozen[name]) for name, weight in target.own_parameters().items())
     with pytest.raises(EngineError, match="not given as a whole"):
-        copy_shards(target, moved[1:])
+        load(target, GatheredWeights(tuple(moved[1:])))
     with pytest.raises(EngineError, match="embed_tokens"):
-        copy_shards(target, whole_shards(source))
+        load(target, GatheredWeights(tuple(whole_shards(source))))
 
 
 def test_blocks_of_any_cut_and_dtype() -> None:
     target = module()
-    copy_shards(
+    load(
         target,
-        [
-            WeightShard("weight", (4, 3), (2, 0), WEIGHT[2:]),
-            WeightShard("bias", (4,), (0,), BIAS.bfloat16()),
-            WeightShard("weight", (4, 3), (0, 1), WEIGHT[:2, 1:]),
-            WeightShard("weight", (4, 3), (0, 0), WEIGHT[:2, :1]),
-        ],
+        GatheredWeights(
+            (
+                WeightShard("weight", (4, 3), (2, 0), WEIGHT[2:]),
+                WeightShard("bias", (4,), (0,), BIAS.bfloat16()),
+                WeightShard("weight", (4, 3), (0, 1), WEIGHT[:2, 1:]),
+                WeightShard("weight", (4, 3), (0, 0), WEIGHT[:2, :1]),
+            )
+        ),
     )
     state = target.state_dict()
     assert torch.equal(state["weight"], WEIGHT)
@@ -73,5 +75,5 @@ def test_blocks_of_any_cut_and_dtype() -> None:
 def test_what_does_not_fit_changes_nothing(bad: WeightShard, says: str) -> None:
     target = module()
     with pytest.raises(EngineError, match=says):
-        copy_shards(target, [WeightShard("weight", (4, 3), (0, 0), WEIGHT), bad])
+        load(target, GatheredWeights((WeightShard("weight", (4, 3), (0, 0), WEIGHT), bad)))
     assert not any(parameter.any() for parameter in target.parameters())

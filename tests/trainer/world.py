@@ -19,7 +19,7 @@ from tandem.algos.table import configure
 from tandem.algos.terms import LossInputs
 from tandem.data.fake import FakeDataset
 from tandem.data_proto import DataProto
-from tandem.ports import AgentLoop, Dataset, Place, Reply, WeightSource
+from tandem.ports import AgentLoop, Dataset, Held, Place, Reply, WeightSource
 from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.runtime.inline import InlineGroup
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
@@ -45,7 +45,7 @@ from tandem.types import (
     Stop,
     Task,
 )
-from tandem.weights import WeightLayout, WeightShard, WeightSpec
+from tandem.weights import WeightBlock, WeightLayout, WeightShard, WeightSpec
 
 LETTERS = "abcd"
 
@@ -119,6 +119,9 @@ class TableRollout:
 
     async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:
         self.policy = policy
+
+    async def held(self, blocks: Sequence[Sequence[WeightBlock]], rows: Sequence[Sequence[int]]) -> Held:
+        raise NotImplementedError
 
     async def pause(self) -> None:
         self.events.append("pause")

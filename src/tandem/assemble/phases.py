@@ -13,9 +13,9 @@ from tandem.assemble.model import Model
 from tandem.assemble.roles import KINDS, Roles, base_stages, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import Form, build_dataset, notes
+from tandem.assemble.weights import build_checkpoint
 from tandem.assemble.workers import Job, Workers, joining
-from tandem.checkpoint.gathered import Gathered, gather
-from tandem.checkpoint.in_place import InPlace
+from tandem.checkpoint.gathered import gather
 from tandem.errors import ConfigError, PlanError
 from tandem.models.decoder import Decoder
 from tandem.models.values import ValueModel, value_model_on
@@ -24,7 +24,7 @@ from tandem.queue.memory import MemoryQueue
 from tandem.recipe import DatasetSection, Recipe
 from tandem.rewards.model import ModelReward
 from tandem.rollout.native import NativeEngine
-from tandem.rollout.weights import copy_shards
+from tandem.rollout.weights import load
 from tandem.track.samples import SampleRecord
 from tandem.train.config import TrainConfig
 from tandem.trainer import stages
@@ -84,7 +84,7 @@ class Phase:
     async def current(self) -> Model:
         """The model with the weights that the policy has now."""
         if not self.workers.shared:
-            copy_shards(self.model.decoder, (await gather(self.policy)).shards())
+            load(self.model.decoder, await gather(self.policy))
         return self.model
 
 
@@ -198,7 +198,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
         kl=kl,
         queue=queue,
         workers=workers,
-        checkpoint=InPlace() if workers.shared else Gathered(),
+        checkpoint=build_checkpoint(recipe, model, logs),
         engines=(rollout.engine,),
         notes=notes(dataset),
     )
@@ -331,7 +331,7 @@ def _dataset_phase(
         kl=KLControls(chosen),
         queue=queue,
         workers=workers,
-        checkpoint=InPlace() if workers.shared else Gathered(),
+        checkpoint=build_checkpoint(recipe, model, logs),
         engines=engines,
         heldout=measured,
         notes=notes(dataset, tasks),

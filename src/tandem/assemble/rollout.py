@@ -15,6 +15,7 @@ from tandem.assemble.rewards import open_reward
 from tandem.checkpoint.journal import Journal
 from tandem.errors import ConfigError, RegistryError
 from tandem.models.decoder import Decoder
+from tandem.models.probe import TOLERANCE
 from tandem.ports import LLM, AgentLoop, Env, Reward
 from tandem.recipe import AgentSection, Recipe
 from tandem.registry import resolve
@@ -66,7 +67,8 @@ async def open_rollout(recipe: Recipe, model: Model, journal: Journal | None = N
             f"model.library={recipe.model.library}: the native engine generates with tandem's own decoder, so that such a model is "
             "trained on a dataset (sft, preferences, distillation), without a reward: choose such an algorithm and reward=null"
         )
-    engine = NativeEngine(model.decoder, model.renderer.text, recipe.engine, exact=model.probed.exact)
+    tolerance = max(TOLERANCE, model.probed.gap)
+    engine = NativeEngine(model.decoder, model.renderer.text, recipe.engine, exact=model.probed.exact, tolerance=tolerance)
 
     def make_llm(key: Key, seed: int, params: SamplingParams) -> LLM:
         return Session(engine, model.renderer, key, params, seed=seed, max_context=recipe.engine.max_context)

@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tandem.ports import Reply, WeightSource
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.ports import Held, Reply, WeightSource
 from tandem.rollout.session import Session, Tools
 from tandem.rollout.stepping import SteppingEngine, Stream
+from tandem.rollout.weights import scatter, wire_hash
 from tandem.text.fake import FakeRenderer
 from tandem.types import Key, Message, PolicyRef, SamplingParams
+from tandem.weights import WeightBlock
 
 Script = Callable[[tuple[int, ...]], Sequence[int]]
 
@@ -45,6 +51,7 @@ class FakeEngine(SteppingEngine):
         self._slots = slots
         self._running: dict[Stream, deque[int]] = {}  # what each has still to say
         self._fresh: dict[Stream, int] = {}
+        self._weights: dict[str, Tensor] = {}
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -52,7 +59,16 @@ class FakeEngine(SteppingEngine):
 
     async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:
         self._deliver_all()
+        if not source.shared:
+            for piece in source.shards():
+                name, shape, dtype = piece.block.name, piece.block.shape, piece.block.dtype
+                scatter(piece, self._weights.setdefault(name, torch.zeros(shape, dtype=dtype)))
         self._policy = policy
+
+    async def held(self, blocks: Sequence[Sequence[WeightBlock]], rows: Sequence[Sequence[int]]) -> Held:
+        """It keeps weights, and does not say what follows from them."""
+        hashes = tuple(wire_hash(self._weights, part) for part in blocks)
+        return Held(hashes, tuple(np.full(len(row) - 1, -1, np.float32) for row in rows), float("inf"))
 
     def _step(self) -> None:
         while self._waiting and len(self._running) < self._slots:

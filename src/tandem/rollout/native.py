@@ -28,12 +28,14 @@ from tandem.errors import ConfigError
 from tandem.faults import crash_point
 from tandem.models.decoder import Decoder, KVCache
 from tandem.models.heads import next_logprobs
-from tandem.ports import Place, WeightSource
+from tandem.models.probe import TOLERANCE
+from tandem.ports import Held, Place, WeightSource
+from tandem.rollout import weights
 from tandem.rollout.randomness import base, uniforms
 from tandem.rollout.sampling import Choices, sample
 from tandem.rollout.stepping import SteppingEngine, Stream
-from tandem.rollout.weights import copy_shards
 from tandem.types import PolicyRef
+from tandem.weights import WeightBlock
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class NativeConfig:
 
 
 class NativeEngine(SteppingEngine):
-    """Implements ports.RolloutEngine. text: tokens to text, for stop strings. exact: what the start-up probe found.
+    """Implements ports.RolloutEngine. text: tokens to text, for stop strings. exact: what the start-up probe found; tolerance: of
+    logprobs, where it found otherwise.
 
     After `load_weights` and after `place("device")` the keys and values of running requests are computed again under
     the weights held then, from their prompts and the tokens sampled so far: a stale cache is never used. Weights that
@@ -70,6 +73,7 @@ class NativeEngine(SteppingEngine):
         config: NativeConfig,
         *,
         exact: bool,
+        tolerance: float = TOLERANCE,
         policy: PolicyRef | None = None,
     ) -> None:
         if config.max_context > decoder.config.max_positions:
@@ -79,7 +83,7 @@ class NativeEngine(SteppingEngine):
         sizes = {"vocab_size": decoder.config.vocab_size, "max_context": config.max_context}
         super().__init__(text, **sizes, policy=policy or PolicyRef())
         self.config = config
-        self._decoder, self._exact = decoder, exact
+        self._decoder, self._exact, self._tolerance = decoder, exact, tolerance
         self._cache: KVCache | None = None
         self._seats: list[Stream | None] = []  # slot -> request; None where one ended since the last step
         self._slot_of: dict[Stream, int] = {}
@@ -91,14 +95,31 @@ class NativeEngine(SteppingEngine):
         return frozenset({"batch_invariant", "exact"} if self._exact else ())
 
     async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:
+        """What comes is waited for in a thread; nothing is sampled meanwhile."""
         crash_point("publish.before_load")
         self._deliver_all()
         if not source.shared:
-            copy_shards(self._decoder, source.shards())
+            await self._halted(weights.load, self._decoder, source)
         crash_point("publish.in_load")
         self._policy = policy
         self._cache = None
         crash_point("publish.after_load")
+
+    async def held(self, blocks: Sequence[Sequence[WeightBlock]], rows: Sequence[Sequence[int]]) -> Held:
+        """The logprobs are those of generation: token by token, with a cache of their own."""
+        parameters = dict(self._decoder.named_parameters())
+        hashes = tuple(weights.wire_hash(parameters, part) for part in blocks)
+        return Held(hashes, tuple(map(self._logprobs, rows)), 0.0 if self._exact else self._tolerance)
+
+    @torch.inference_mode()
+    def _logprobs(self, row: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Of each token from the second on."""
+        tokens, found = torch.tensor(row), np.zeros(len(row) - 1, np.float32)
+        cache = KVCache(self._decoder.config, 1, len(row))
+        for place in range(len(found)):
+            hidden = self._decoder.decode(tokens[place : place + 1], torch.tensor([place]), cache)
+            found[place] = next_logprobs(self._decoder, hidden, torch.ones(1), cache)[0, tokens[place + 1]].item()
+        return found
 
     async def place(self, where: Place) -> None:
         """On the host the cache is freed; weights stay, since they may be the trainer's."""

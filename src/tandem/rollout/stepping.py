@@ -17,13 +17,17 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import ParamSpec
 
 import numpy as np
 
 from tandem.errors import EngineError
 from tandem.faults import crash_point
-from tandem.ports import Place, WeightSource
+from tandem.ports import Held, Place, WeightSource
 from tandem.types import Chunk, GenerateRequest, Key, Metric, Metrics, PolicyRef, Stop
+from tandem.weights import WeightBlock
+
+P = ParamSpec("P")
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +58,7 @@ class SteppingEngine(ABC):
         self._text, self._policy = text, policy
         self._live: dict[Stream, None] = {}  # in order of submission
         self._waiting: OrderedDict[Stream, None] = OrderedDict()
-        self._paused = self._closed = False
+        self._paused = self._closed = self._loading = False
         self._where: Place = "device"
         self._task: asyncio.Task[None] | None = None
         self._counts: Counter[str] = Counter()
@@ -67,6 +71,9 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None: ...
+
+    @abstractmethod
+    async def held(self, blocks: Sequence[Sequence[WeightBlock]], rows: Sequence[Sequence[int]]) -> Held: ...
 
     @abstractmethod
     def _step(self) -> None:
@@ -191,7 +198,7 @@ class SteppingEngine(ABC):
     # ------------------------------------------------------------------------------------------------- stepping
 
     def _ready(self) -> bool:
-        return bool(self._live) and not self._paused and self._where == "device"
+        return bool(self._live) and not self._paused and not self._loading and self._where == "device"
 
     def _wake(self) -> None:
         if self._task is None and self._ready():
@@ -216,6 +223,17 @@ class SteppingEngine(ABC):
             self._forget(stream)
             stream.chunks.put_nowait(failure)
         self._reset()
+
+    async def _halted(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Calls it in a thread, and takes no step until it has returned, which also one who gives up waiting waits for."""
+        self._loading = True
+        call = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+        try:
+            await asyncio.shield(call)
+        finally:
+            await asyncio.wait([call])
+            self._loading = False
+            self._wake()
 
     # ------------------------------------------------------------------------------------------------- checking
 

@@ -1,44 +1,94 @@
-"""New weights into a module that lives here: checked as a whole, then copied in place by Hugging Face name."""
+"""New weights into a module that lives here: checked before anything is copied, then copied or scattered in place by name.
+
+`scatter` also serves an engine that cuts its weights otherwise than the trainer: each of its blocks takes what falls into it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.errors import EngineError
 from tandem.models.language_model import LanguageModel
-from tandem.weights import WeightShard
+from tandem.ports import WeightSource
+from tandem.weights import WeightBlock, WeightPiece, WeightShard, WireHash
 
 
 @torch.no_grad()
-def copy_shards(module: nn.Module, shards: Iterable[WeightShard]) -> None:
-    """Copies every block into the parameter of its name, casting to the parameter's dtype.
+def load(module: nn.Module, source: WeightSource) -> None:
+    """Copies every piece into the parameter of its name, casting to the parameter's dtype.
 
     Nothing is copied unless all names and shapes fit and every parameter is covered; of a model with an adapter, every one of
     the adapter's, since no other changes. Raises EngineError otherwise, naming the weight. Blocks of one weight must not overlap.
     """
-    shards = list(shards)
+    parameters = _moving(module)
+    _check(parameters, source.blocks)
+    for piece in source.shards():
+        scatter(piece, parameters[piece.block.name])
+
+
+def scatter(piece: WeightPiece, into: Tensor, offsets: Sequence[int] | None = None) -> None:
+    """Writes what of the piece falls into `into`, which is the weight, or its block at `offsets`."""
+    block = piece.block
+    mine = WeightBlock(block.name, block.shape, tuple(offsets or (0,) * into.ndim), tuple(into.shape), into.dtype)
+    starts = [max(a, b) for a, b in zip(block.offsets, mine.offsets, strict=True)]
+    ends = [min(a + n, b + m) for a, n, b, m in zip(block.offsets, block.size, mine.offsets, mine.size, strict=True)]
+    if any(end <= start for start, end in zip(starts, ends, strict=True)):
+        return
+    if isinstance(piece, WeightShard):
+        into[_part(starts, ends, mine)].copy_(piece.tensor[_part(starts, ends, block)])
+        return
+    if mine.size == mine.shape == block.size and into.is_contiguous():
+        into.view(-1)[piece.positions.to(into.device)] = piece.values.to(into.device, into.dtype)
+        return
+    at = torch.unravel_index(piece.positions.to(piece.values.device), block.size) if block.size else ()
+    at = [index + offset for index, offset in zip(at, block.offsets, strict=True)]
+    inside = torch.ones(len(piece.values), dtype=torch.bool, device=piece.values.device)
+    for index, start, end in zip(at, starts, ends, strict=True):
+        inside &= (index >= start) & (index < end)
+    places = tuple((index[inside] - offset).to(into.device) for index, offset in zip(at, mine.offsets, strict=True))
+    into[places] = piece.values[inside].to(into.device, into.dtype)
+
+
+def wire_hash(weights: Mapping[str, Tensor], blocks: Sequence[WeightBlock]) -> str:
+    """Of these blocks of whole weights. Raises EngineError for one that is not among them."""
+    digest = WireHash()
+    for block in blocks:
+        _fit(weights, block)
+        digest.add(block, weights[block.name].detach()[block.slices])
+    return digest.hexdigest()
+
+
+def _moving(module: nn.Module) -> Mapping[str, Tensor]:
     adapter = module.adapter if isinstance(module, LanguageModel) else None
-    parameters = {name: each for name, each in module.named_parameters() if adapter is None or name in adapter.names}
+    return {name: each.detach() for name, each in module.named_parameters() if adapter is None or name in adapter.names}
+
+
+def _check(parameters: Mapping[str, Tensor], blocks: Sequence[WeightBlock]) -> None:
     covered: Counter[str] = Counter()
-    for shard in shards:
-        parameter = parameters.get(shard.name)
-        if parameter is None:
-            raise EngineError(f"weight {shard.name!r} is not one of this engine's model; it has {sorted(parameters)}")
-        if tuple(parameter.shape) != shard.shape:
-            raise EngineError(f"weight {shard.name!r} has shape {list(shard.shape)}, the engine's has {list(parameter.shape)}")
-        ends = [offset + size for offset, size in zip(shard.offsets, shard.tensor.shape, strict=True)]
-        if min(shard.offsets, default=0) < 0 or any(end > size for end, size in zip(ends, shard.shape, strict=True)):
-            raise EngineError(f"a block of weight {shard.name!r} from {list(shard.offsets)} to {ends} leaves {list(shard.shape)}")
-        covered[shard.name] += shard.tensor.numel()
+    for block in blocks:
+        _fit(parameters, block)
+        covered[block.name] += block.numel
     if short := [name for name, parameter in parameters.items() if covered[name] != parameter.numel()]:
         raise EngineError(
             f"{len(short)} weights are not given as a whole, among them {short[0]!r}: {covered[short[0]]} of "
             f"{parameters[short[0]].numel()} numbers; send every weight once"
         )
-    for shard in shards:
-        block = tuple(slice(offset, offset + size) for offset, size in zip(shard.offsets, shard.tensor.shape, strict=True))
-        parameters[shard.name][block].copy_(shard.tensor)
+
+
+def _fit(parameters: Mapping[str, Tensor], block: WeightBlock) -> None:
+    parameter = parameters.get(block.name)
+    if parameter is None:
+        raise EngineError(f"weight {block.name!r} is not one of this engine's model; it has {sorted(parameters)}")
+    if tuple(parameter.shape) != block.shape:
+        raise EngineError(f"weight {block.name!r} has shape {list(block.shape)}, the engine's has {list(parameter.shape)}")
+    ends = [offset + size for offset, size in zip(block.offsets, block.size, strict=True)]
+    if min(block.offsets, default=0) < 0 or any(end > size for end, size in zip(ends, block.shape, strict=True)):
+        raise EngineError(f"a block of weight {block.name!r} from {list(block.offsets)} to {ends} leaves {list(block.shape)}")
+
+
+def _part(starts: Sequence[int], ends: Sequence[int], of: WeightBlock) -> tuple[slice, ...]:
+    return tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, of.offsets, strict=True))

@@ -231,14 +231,20 @@ class TorchEngine:
 
     def layout(self) -> WeightLayout:
         """Every weight that is trained, whole; a tied output layer is listed with the name that owns it."""
+        wire, narrow = self.decoder.gathered_dtype, {id(each) for layer in self.decoder.layers for each in layer.parameters()}
         specs = [
-            WeightSpec(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+            WeightSpec(
+                name,
+                tuple(parameter.shape),
+                str(parameter.dtype).removeprefix("torch."),
+                wire=wire if id(parameter) in narrow else None,
+            )
             for name, parameter in self._parameters.items()
         ]
         owners = {spec.name: spec for spec in specs}
         for name, owner in self.decoder.tied.items() if self.decoder.adapter is None else ():
             specs.append(WeightSpec(name, owners[owner].shape, owners[owner].dtype, tied_to=owner))
-        return WeightLayout(tuple(specs), self._ranks.replicas, self._ranks.replica)
+        return WeightLayout(tuple(specs), self._ranks.replicas, self._ranks.replica, self._ranks.index)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What this rank holds of each weight that is trained, without a copy: all of it, where it is alone."""

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from tandem.algos import columns
 from tandem.algos.segments import CountedTokens, row_sum
-from tandem.checkpoint.wire import wire_hash
+from tandem.checkpoint.rank import RankWeights
+from tandem.checkpoint.transport import Outlet
 from tandem.data_proto import DataProto
 from tandem.errors import EmptyBatchError
 from tandem.faults import crash_point
 from tandem.ports import Collect, Dispatch, TrainEngine, TransferQueue, register
 from tandem.trainer.fetch import fetch
 from tandem.types import Algorithm, BatchRef, Metric, Metrics
-from tandem.weights import WeightPart
+from tandem.weights import OpenedWeights, SentWeights, WeightPart, wire_hash
 
 _PASS = frozenset({"tokens", "mask", "temperature"})
 
@@ -33,6 +34,7 @@ class ModelWorker:
     def __init__(self, engine: TrainEngine, queue: TransferQueue) -> None:
         self.engine = engine
         self._queue = queue
+        self._weights = RankWeights(engine)
 
     @register(Dispatch.SPLIT, Collect.SUM)
     async def forward(self, batch: BatchRef, outputs: Mapping[str, str], against: str | None = None, top: int = 0) -> Metrics:
@@ -64,6 +66,21 @@ class ModelWorker:
         crash_point("publish.gather")
         shards = tuple(self.engine.weight_shards())
         return WeightPart(self.engine.layout(), shards, wire_hash(shards))
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def open_weights(self, outlet: Outlet) -> OpenedWeights | None:
+        """See ports.WeightWorker."""
+        return self._weights.open(outlet)
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def send_weights(self, number: int, delta: bool, whole: bool) -> SentWeights | None:
+        """See ports.WeightWorker."""
+        return await self._weights.send(number, delta=delta, whole=whole)
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def logprobs(self, rows: DataProto) -> DataProto:
+        """See ports.WeightWorker."""
+        return self.engine.forward(rows, frozenset({"logprobs"}))
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def load_weights(self, path: Path) -> None:

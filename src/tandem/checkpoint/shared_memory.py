@@ -1,0 +1,166 @@
+"""Through memory that both ends see, on one machine: each rank writes once, and readers use the bytes where they lie.
+
+A rank has two buffers and writes them in turn, so that what readers use stays until the publish after the next. Each is an
+anonymous file (memfd) of its process, found under /proc: nothing is left of it when the last process that maps it is gone.
+
+Layout of a buffer, int64:   number when writing began  |  number when it ended  |  bytes of the list  |  then list and pieces
+
+A reader that finds another number before or after it has read, or while it still uses the bytes, has not read what it was told to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.packing import Entry, entries_of, listed, read, unlisted, write
+from tandem.checkpoint.transport import Outlet, this_host
+from tandem.errors import EngineError
+from tandem.weights import OpenedWeights, WeightBlock, WeightPiece
+
+_HEAD_BYTES = 64
+_BEGAN, _ENDED, _LIST = 0, 1, 2  # of the head
+_CHANGES_DIGITS = 24  # room for the list to grow by, a block: a patch says how much changed
+
+
+class Buffer:
+    """One of the two, mapped."""
+
+    def __init__(self, path: str, size: int) -> None:
+        try:
+            self.bytes: Tensor = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise EngineError(f"{size >> 20} MB of shared memory at {path} cannot be mapped: {error}") from error
+        self._head = self.bytes[:_HEAD_BYTES].view(torch.int64)
+
+    def write(self, number: int, pieces: Sequence[tuple[WeightPiece, Entry]]) -> None:
+        names = listed([entry for _, entry in pieces])
+        self._head[_BEGAN], self._head[_LIST] = number, len(names)
+        at = _HEAD_BYTES
+        self.bytes[at : at + len(names)] = torch.frombuffer(bytearray(names), dtype=torch.uint8)
+        at = _after(len(names))
+        for piece, entry in pieces:
+            write(piece, entry, self.bytes[at : at + entry.nbytes])
+            at += entry.nbytes
+        self._head[_ENDED] = number
+
+    def check(self, number: int) -> None:
+        began, ended = int(self._head[_BEGAN]), int(self._head[_ENDED])
+        if (began, ended) != (number, number):
+            raise EngineError(
+                f"weights number {number} are gone: their memory holds number {ended}"
+                + f", and {began} is being written" * (began != ended)
+            )
+
+    def entries(self) -> list[tuple[Entry, int]]:
+        """Each with where its piece begins."""
+        size = int(self._head[_LIST])
+        entries = unlisted(self.bytes[_HEAD_BYTES : _HEAD_BYTES + size].numpy().tobytes())
+        at, found = _after(size), list[tuple[Entry, int]]()
+        for each in entries:
+            found.append((each, at))
+            at += each.nbytes
+        return found
+
+
+def _after(list_bytes: int) -> int:
+    return -(-(_HEAD_BYTES + list_bytes) // _HEAD_BYTES) * _HEAD_BYTES
+
+
+class MemorySender:
+    """Implements transport.Sender."""
+
+    def __init__(self, index: int, blocks: Sequence[WeightBlock]) -> None:
+        entries = [Entry(block, None) for block in blocks]
+        room = _after(len(listed(entries)) + _CHANGES_DIGITS * len(entries))
+        size = room + sum(entry.nbytes for entry in entries)
+        self._files = [os.memfd_create(f"tandem-weights-{index}-{number}") for number in range(2)]
+        for file in self._files:
+            os.ftruncate(file, size)
+        self._buffers = [Buffer(f"/proc/self/fd/{file}", size) for file in self._files]
+        self.opened = OpenedWeights(this_host(), tuple(blocks), " ".join(map(str, (os.getpid(), size, *self._files))))
+
+    def send(self, number: int, pieces: Sequence[WeightPiece]) -> int:
+        entries = entries_of(pieces, self.opened.blocks)
+        self._buffers[number % 2].write(number, entries)
+        return sum(entry.size for _, entry in entries)
+
+    def close(self) -> None:
+        self._buffers.clear()
+        while self._files:
+            os.close(self._files.pop())
+
+
+@dataclass
+class MemoryReader:
+    """Implements transport.Reader. at: where each rank's buffers are. Mapped once a process, at the first source."""
+
+    at: tuple[str, ...]
+    _mapped: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
+
+    def source(self, number: int) -> MemorySource:
+        return MemorySource(number, [self._buffer(at, number) for at in self.at])
+
+    def _buffer(self, at: str, number: int) -> Buffer:
+        pid, size, *files = map(int, at.split())
+        path = f"/proc/{pid}/fd/{files[number % 2]}"
+        if path not in self._mapped:
+            self._mapped[path] = Buffer(path, size)
+        return self._mapped[path]
+
+    def __reduce__(self) -> tuple[type[MemoryReader], tuple[tuple[str, ...]]]:
+        return MemoryReader, (self.at,)
+
+
+class MemorySource:
+    """Implements ports.WeightSource. What `shards` gives lies in the shared memory and may be used there until the publish after
+    the next; `check` raises EngineError where it was overwritten meanwhile.
+    """
+
+    shared = False
+
+    def __init__(self, number: int, buffers: Sequence[Buffer]) -> None:
+        self._number, self._buffers = number, buffers
+        self.check()
+        self._entries = [buffer.entries() for buffer in buffers]
+        self.check()
+        self.blocks = tuple(entry.block for entries in self._entries for entry, _ in entries)
+
+    def shards(self) -> Iterator[WeightPiece]:
+        """Raises EngineError at the end where something was overwritten while it was read."""
+        for buffer, entries in zip(self._buffers, self._entries, strict=True):
+            for entry, at in entries:
+                yield read(entry, buffer.bytes[at : at + entry.nbytes])
+        self.check()
+
+    def check(self) -> None:
+        for buffer in self._buffers:
+            buffer.check(self._number)
+
+
+class SharedMemory:
+    """Implements transport.Transport."""
+
+    name: ClassVar[str] = "shared_memory"
+    moves: ClassVar[bool] = True
+    far: ClassVar[bool] = False
+    meets: ClassVar[bool] = False
+
+    def outlet(self, readers: int) -> Outlet:
+        self._count = readers
+        return MemorySender
+
+    def readers(self, opened: Sequence[OpenedWeights]) -> Sequence[MemoryReader]:
+        if elsewhere := [rank for rank, each in enumerate(opened) if each.host != this_host()]:
+            raise EngineError(
+                f"rank {elsewhere[0]} of the trainer is on another machine, whose memory cannot be read here: "
+                "choose checkpoint=collective, or checkpoint=disk with a directory that both see"
+            )
+        return [MemoryReader(tuple(each.at for each in opened)) for _ in range(self._count)]
+
+    def close(self) -> None: ...

@@ -1,0 +1,38 @@
+"""The one hash of a set of weights, and patches."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.weights import WeightBlock, WeightShard, WireHash, wire_hash
+
+
+def test_wire_hash_sees_every_difference_and_nothing_else() -> None:
+    base = WeightShard("w", (4, 2), (0, 0), torch.arange(8.0).reshape(4, 2))
+    flipped = base.tensor.clone()
+    flipped.view(torch.int32)[3, 1] ^= 1
+    others = [
+        WeightShard("v", base.shape, base.offsets, base.tensor),
+        WeightShard("w", (8, 2), base.offsets, base.tensor),
+        WeightShard("w", base.shape, (4, 0), base.tensor),
+        WeightShard("w", base.shape, base.offsets, base.tensor.reshape(2, 4)),
+        WeightShard("w", base.shape, base.offsets, base.tensor.view(torch.int32)),
+        WeightShard("w", base.shape, base.offsets, flipped),
+        WeightShard("w", base.shape, base.offsets, torch.empty(0, 2)),
+    ]
+    hashes = {wire_hash([shard]) for shard in [base, *others]}
+    assert len(hashes) == 1 + len(others)
+    strided = WeightShard("w", base.shape, base.offsets, base.tensor.T.contiguous().T.requires_grad_())
+    assert wire_hash([strided]) == wire_hash([base])
+    assert wire_hash([base, others[0]]) != wire_hash([others[0], base])
+
+
+def test_wire_hash_of_a_cast_is_that_of_what_is_sent() -> None:
+    master = torch.randn(1 << 19, generator=torch.Generator().manual_seed(0))
+    cast = WeightShard("w", (1 << 19,), (0,), master.bfloat16())
+    digest = WireHash()
+    digest.add(cast.block, master)
+    assert digest.hexdigest() == wire_hash([cast])
+    other = WireHash()
+    other.add(WeightBlock("w", (1 << 19,), (0,), (1 << 19,), torch.float16), master)
+    assert other.hexdigest() != digest.hexdigest()
