@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Invocation:
-    """What error handling has to know about the command that runs. resume: the command that goes on with the run."""
+    """What error handling has to know about the command that runs. resume: the command that goes on with the run that began."""
 
     debug: bool = False
     resume: str | None = None
@@ -79,6 +79,9 @@ def _say(error: BaseException, invocation: _Invocation) -> int:
         case OSError(errno=errno.ENOSPC):
             where = f" while writing {error.filename}" if error.filename else ""
             message, code = f"no space left on the disk{where}; free some space{resume}", 1
+        case BrokenPipeError():  # nobody reads what a command prints: that is no news to anybody
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         case OSError():
             where = f": {error.filename}" if error.filename else ""
             message, code = f"{error.strerror or error}{where}", 1
@@ -156,9 +159,10 @@ def train(invocation: _Invocation, recipe: Path, overrides: tuple[str, ...], res
     resolved = _load(recipe, overrides)
     from tandem import launch
 
-    if not dry_run:
+    def begun() -> None:
         invocation.resume = shlex.join(["tandem", "train", str(recipe), *overrides, "--resume"])
-    launch.run(resolved, resume=resume, dry_run=dry_run)
+
+    launch.run(resolved, resume=resume, dry_run=dry_run, begun=begun)
 
 
 @tandem.command("eval")

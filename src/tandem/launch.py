@@ -14,7 +14,6 @@ Both phases are the same: restore the last good snapshot if there is one, run th
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shlex
 import shutil
@@ -25,10 +24,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from rich.console import Console
-
 from tandem import device
-from tandem.assemble.directory import open_directory, steps_done
+from tandem.assemble.directory import Begun, open_directory, steps_done
+from tandem.assemble.interrupt import complete
 from tandem.assemble.measuring import Measured, measured
 from tandem.assemble.model import Model, build_model
 from tandem.assemble.phases import Phase, algorithm, first_trained, from_dataset, main_phase, memory, warmup_phase
@@ -44,6 +42,7 @@ from tandem.faults import crash_point
 from tandem.ports import Dataset, WorkerGroup
 from tandem.recipe import DatasetSection, Recipe
 from tandem.runtime.placement import RuntimeConfig
+from tandem.track.console import Console
 from tandem.track.curve import LearningCurve, draw_png
 from tandem.track.jsonl import read_series
 from tandem.track.report import final_report, shown
@@ -62,15 +61,15 @@ _SOURCE = "source.json"
 _UNTOLD = "nothing was measured: the recipe names no data.heldout, or neither a reward nor responses to judge a loss by"
 
 
-def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool) -> None:
-    """`tandem train`. Raises TandemError; what is on disk then can be resumed."""
+def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool, begun: Begun) -> None:
+    """`tandem train`. Raises TandemError. begun: called when the run's directory is there; from then on it can be resumed."""
     recipe, console = resolved.value, Console()
     schedule(recipe.trainer.mode, recipe.trainer.staleness).check_runnable(one_process=recipe.runtime.name == "inline")
     find_trackers(recipe.logs)
     if dry_run:
-        asyncio.run(_dry_run(recipe, console))
+        complete(_dry_run(recipe, console), console)
         return
-    asyncio.run(_run(resolved, resume, console))
+    complete(_run(resolved, resume, console, begun), console)
 
 
 def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
@@ -78,10 +77,10 @@ def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
     recipe, console = resolved.value, Console()
     if model is not None:
         recipe = merged(recipe, algorithm(recipe), model)
-    asyncio.run(_measure(recipe, console))
+    complete(_measure(recipe, console), console)
 
 
-async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> None:
+async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun: Begun) -> None:
     """Builds everything that a recipe can be wrong about before anything on the disk changes."""
     recipe, directory, began_s = resolved.value, resolved.value.run.directory, time.monotonic()
     model = build_model(recipe, first_trained(recipe))
@@ -100,6 +99,7 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console) -> No
                 f"with the algorithm.* that it had, or begin another one"
             )
         stack.enter_context(open_directory(directory, resolved, resume, console))
+        begun()
         console.print(model.describe(), markup=False, highlight=False)
         for said in (*phase.notes, *(() if first is None else first.notes), *notes(heldout)):
             console.print(said, markup=False, highlight=False, soft_wrap=True)

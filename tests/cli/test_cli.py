@@ -36,9 +36,12 @@ class Launch:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.error: BaseException | None = None
+        self.begins = True
 
-    def run(self, recipe: Any, *, resume: bool, dry_run: bool) -> None:
+    def run(self, recipe: Any, *, resume: bool, dry_run: bool, begun: Callable[[], None]) -> None:
         self.calls.append((recipe.value, resume, dry_run))
+        if self.begins:
+            begun()
         if self.error:
             raise self.error
 
@@ -125,6 +128,11 @@ def test_foreseen_errors_are_one_message(run: Run, launch: Launch, error: BaseEx
     assert run("train", "r.yaml", "seed=4 ") == (code, "", message)
 
 
+def test_a_run_that_has_not_begun_cannot_be_gone_on_with(run: Run, launch: Launch) -> None:
+    launch.error, launch.begins = KeyboardInterrupt(), False
+    assert run("train", "r.yaml") == (130, "", "\ninterrupted\n")
+
+
 def test_debug_shows_the_traceback(run: Run, launch: Launch) -> None:
     launch.error = DataError("no task")
     for arguments in (("--debug", "train", "r.yaml"), ("train", "r.yaml", "--debug")):
@@ -204,7 +212,8 @@ DRIVER = """
 import sys, time, types
 import tandem, tandem.cli
 
-def run(how, *, resume, dry_run):
+def run(how, *, resume, dry_run, begun):
+    begun()
     if how == "user":
         raise tandem.errors.DataError("no task")
     if how == "bug":

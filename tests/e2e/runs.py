@@ -6,7 +6,8 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,14 @@ def forked(
     crash_at: str | None = None,
     limit_s: float = 120,
     environment: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> int:
-    """The same in a process of its own: its exit code, -9 where SIGKILL ended it. What it printed is in `log`."""
-    more = {**(environment or {}), **({"TANDEM_CRASH_AT": crash_at} if crash_at is not None else {})}
-    process = _forks.Process(target=_child, args=(list(arguments), str(log), more))
-    process.start()
+    """The same in a process of its own: its exit code, -9 where SIGKILL ended it. What it printed is in `log`.
+
+    before: called there first; a module's function, or a partial one.
+    """
+    crash = {"TANDEM_CRASH_AT": crash_at} if crash_at is not None else dict[str, str]()
+    process = started(arguments, log, {**(environment or {}), **crash}, before)
     process.join(limit_s)
     if process.is_alive():
         process.kill()
@@ -86,11 +90,22 @@ def forked(
     return code
 
 
-def _child(arguments: list[str], log: str, environment: dict[str, str]) -> None:
+def started(
+    arguments: Sequence[str], log: Path, environment: Mapping[str, str], before: Callable[[], None] | None = None
+) -> ForkServerProcess:
+    """The same while it goes on; a log that is a pipe is waited for until somebody reads it."""
+    process = _forks.Process(target=_child, args=(list(arguments), str(log), dict(environment), before))
+    process.start()
+    return process
+
+
+def _child(arguments: list[str], log: str, environment: dict[str, str], before: Callable[[], None] | None) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.environ.update(environment)
+    if before is not None:
+        before()
     sys.exit(run(arguments, _Invocation()))
 
 

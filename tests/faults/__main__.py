@@ -96,7 +96,8 @@ def campaign(setting: Setting, directory: Path, random: Random, least: int) -> C
             made.run(kills, directory / f"run-{number}")
             verdict = "fine"
         except Exception:  # noqa: BLE001 whatever went wrong is reported with the kills that led there, and the others go on
-            made.failures.append(f"{setting.name}: {' '.join(kills)}\n{traceback.format_exc()}")
+            made.failures.append(f"{setting.name}: {' '.join(kills)}")
+            traceback.print_exc()
             verdict = "FAILED"
         print(f"{setting.name} {number}/{len(runs)} {verdict} {time.monotonic() - began:.0f} s: {' '.join(kills)}", flush=True)
         shutil.rmtree(directory / f"run-{number}", ignore_errors=True)
@@ -110,8 +111,8 @@ def report(campaigns: list[Campaign], *, whole: bool) -> int:
     for each in campaigns:
         counts = len(each.passes), len(each.killed), each.kills, each.runs, each.unreached, len(each.failures)
         print(row(each.setting.name, *counts))
-    for each in campaigns:
-        print("\n".join(each.failures))
+    for failure in (failure for each in campaigns for failure in each.failures):
+        print(f"failed: {failure}")
     unpassed = without({pair.partition("/")[2] for each in campaigns for pair in each.passes}) if whole else set[str]()
     if unpassed:
         print(f"points that no setting passes: {', '.join(sorted(unpassed))}")

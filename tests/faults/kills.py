@@ -12,8 +12,8 @@ from typing import Any
 from tests.e2e.runs import forked, outcome
 from tests.faults.settings import Setting, account
 
-_MARK = "TANDEM_TEST_RUN"
-_GONE_S = 20.0
+MARK = "TANDEM_TEST_RUN"
+_GONE_S = 90.0  # the agents of a Ray whose starter was killed take a minute
 
 
 class UnreachedError(AssertionError):
@@ -82,7 +82,7 @@ class Run:
         temporary = self._directory / "tmp"
         temporary.mkdir(exist_ok=True)
         before = self._log.stat().st_size if self._log.exists() else 0
-        more = {**self._setting.environment, **environment, _MARK: self._mark, "TMPDIR": str(temporary)}
+        more = {**self._setting.environment, **environment, MARK: self._mark, "TMPDIR": str(temporary)}
         code = forked([*self._command, *(["--resume"] if begun else [])], self._log, environment=more, limit_s=240)
         nothing_is_left(self._mark, temporary)
         return code, self._log.read_text()[before:]
@@ -108,7 +108,7 @@ def nothing_is_left(mark: str, temporary: Path) -> None:
 
 def _marked(mark: str) -> dict[int, str]:
     """Processes that began with this mark in their environment, by their command lines."""
-    wanted, found = f"{_MARK}={mark}".encode(), dict[int, str]()
+    wanted, found = f"{MARK}={mark}".encode(), dict[int, str]()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:

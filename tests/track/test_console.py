@@ -49,6 +49,17 @@ def test_plain_lines_without_a_terminal() -> None:
     ]
 
 
+def test_the_last_line_comes_once_and_with_what_was_measured_at_the_end() -> None:
+    file = io.StringIO()
+    tracker = ConsoleTracker("GRPO", 2, FIELDS, console=Console(file=file, width=40), plain_every_s=0.0)
+    for step, metrics in ((1, {"reward/mean": 0.25}), (2, {"reward/mean": 0.5}), (2, {"eval/pass@1": 0.75})):
+        tracker.log(Metrics.mean(metrics), step)
+    tracker.close()
+    first, last = file.getvalue().splitlines()
+    assert first.startswith("GRPO 1/2  reward 0.25")
+    assert last.startswith("GRPO 2/2  reward 0.50  held-out 0.75")
+
+
 @pytest.mark.parametrize("variable", ["TERM", "none"])
 def test_no_control_characters_where_they_are_not_understood(variable: str) -> None:
     file = io.StringIO()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console
 
@@ -20,6 +21,9 @@ from tandem.durable import attempt, draft_of, write_whole
 from tandem.errors import ConfigError
 from tandem.recipe import Recipe, load_recipe
 from tandem.trainer.schedule import schedule
+
+Begun: TypeAlias = Callable[[], None]
+"""Called when the directory of a run is there: from then on it can be gone on with."""
 
 _CONTINUES = (
     "seed",

@@ -7,11 +7,12 @@ It shows the last value of each field that it is given and computes nothing but 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
+import rich.console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from tandem.types import Json, Metrics
@@ -25,11 +26,21 @@ class Field:
     pattern: str
 
 
+class Console(rich.console.Console):
+    """One that goes on where nobody reads any more (`tandem train ... | head`)."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # what is still buffered is flushed when the process ends
+        os.close(nowhere)
+
+
 class ConsoleTracker:
     """Implements ports.Tracker for one phase of `steps` steps.
 
     console: where to write; without a terminal behind it no control character is written, and a line at most every
-    `plain_every_s` seconds, for the first and for the last step.
+    `plain_every_s` seconds, the first at once and that of the last step when all of it is known: in `close`.
     """
 
     def __init__(
@@ -38,17 +49,18 @@ class ConsoleTracker:
         steps: int,
         fields: Sequence[Field],
         *,
-        console: Console | None = None,
+        console: rich.console.Console | None = None,
         plain_every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._title, self._steps, self._fields = title, steps, tuple(fields)
-        self._console = console or Console()
+        self._console: rich.console.Console = console or Console()
         self._plain_every_s, self._clock = plain_every_s, clock
         self._began = clock()
         self._start = self._last = 0
         self._shown: dict[str, float] = {}
         self._said: float | None = None
+        self._unsaid: str | None = None  # the newest line, where it is not printed
         self._live: tuple[Progress, TaskID] | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             progress = Progress(
@@ -68,11 +80,15 @@ class ConsoleTracker:
             progress, task = self._live
             progress.update(task, completed=step, text=text)
             return
-        now = self._clock()
-        if self._said is None or step == self._steps or now - self._said >= self._plain_every_s:
+        now, self._unsaid = self._clock(), f"{self._title} {step}/{self._steps}  {text}"
+        if step < self._steps and (self._said is None or now - self._said >= self._plain_every_s):
             self._said = now
-            line = f"{self._title} {step}/{self._steps}  {text}"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._say()
+
+    def _say(self) -> None:
+        if self._unsaid is not None:
+            self._console.print(self._unsaid, markup=False, highlight=False, soft_wrap=True)
+        self._unsaid = None
 
     def _values(self) -> list[str]:
         return [field.pattern.format(self._shown[field.metric]) for field in self._fields if field.metric in self._shown]
@@ -97,6 +113,7 @@ class ConsoleTracker:
             progress.update(task, completed=step)
 
     def close(self) -> None:
+        self._say()
         if self._live:
             self._live[0].stop()
             self._live = None

@@ -1,0 +1,53 @@
+"""What people do to a run: Ctrl-C once and twice, and a reader of what it prints that goes away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import started, write_recipe
+from tests.faults.kills import MARK, nothing_is_left
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_a_run_in_order_and_a_second_one_at_once(times: int, tmp_path: Path) -> None:
+    run, log, mark = tmp_path / "run", tmp_path / "log", f"ctrl-c-{os.getpid()}-{times}"
+    command = ["train", str(write_recipe(tmp_path)), f"run.dir={run}"]
+    process = started([*command, "trainer.steps=1000"], log, {MARK: mark})
+    assert process.pid is not None
+    until = time.monotonic() + 120
+    while not (run / "snapshots" / "step-00000001").is_dir() and time.monotonic() < until:
+        time.sleep(0.01)
+    for _ in range(times):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.01)
+    process.join(120)
+    said = log.read_text()
+    assert process.exitcode == 130, said
+    assert "Traceback" not in said
+    if times == 1:
+        assert f"interrupted; go on with: tandem train {tmp_path / 'tiny.yaml'} run.dir={run} trainer.steps=1000 --resume" in said
+    nothing_is_left(mark, tmp_path / "tmp")
+
+
+def test_a_run_goes_on_where_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    process = started(["train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}"], pipe, {})
+    os.close(os.open(pipe, os.O_RDONLY))
+    process.join(120)
+    assert process.exitcode == 0
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_what_is_printed_for_a_reader_who_has_gone_ends_without_a_word(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    process = started(["algos"], pipe, {})
+    os.close(os.open(pipe, os.O_RDONLY))
+    process.join(120)
+    assert process.exitcode == 1
