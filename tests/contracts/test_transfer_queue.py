@@ -191,6 +191,36 @@ def test_no_rows_have_columns_too(make: Make) -> None:
     run(scenario())
 
 
+def test_what_is_delivered_twice_counts_once(make: Make) -> None:
+    """A repeated call is refused, or writes what is there already; either way nothing is there twice, and no count moves."""
+
+    async def scenario() -> None:
+        queue = make()
+        await fill(queue, range(3))
+        with pytest.raises(QueueError, match="filled already"):
+            await queue.put(rows(key(0, 0), key(0, 1)))
+        await queue.drop([key(2, 0), key(2, 1)], "stale")
+        with pytest.raises(QueueError, match="dropped"):
+            await queue.drop([key(2, 0), key(2, 1)], "stale")
+        lease = await queue.take(LEARNER, TOKENS, 1)
+        credit = DataProto.make([key(0, 0), key(0, 1)], [1, 2], row={"credit": torch.tensor([1.0, 2.0])})
+        await queue.write(credit)
+        await queue.write(credit)
+        assert (await queue.get([key(0, 0), key(0, 1)], frozenset({"credit"})))["credit"].tolist() == [1.0, 2.0]
+        await queue.release(lease)
+        with pytest.raises(QueueError, match="void"):
+            await queue.release(lease)
+        await queue.ack(await queue.take(LEARNER, TOKENS, 1))
+        with pytest.raises(QueueError, match="not reserved"):
+            await queue.put(rows(key(0, 0), key(0, 1)))
+        for _ in range(2):
+            await queue.commit("1")
+        counts = queue.metrics()
+        assert (counts["groups"].value, counts["rows"].value, counts["dropped/stale"].value) == (1, 2, 2)
+
+    run(scenario())
+
+
 def test_leased_rows_are_offered_to_nobody_else_and_acknowledged_once(make: Make) -> None:
     async def scenario() -> None:
         queue = make()

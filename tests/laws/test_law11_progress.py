@@ -42,9 +42,11 @@ def check_a_queue_waits_while_something_moves_and_then_says_who_waited_for_what(
             await queue.put(row(0, member))
         assert len((await taking).ref.keys) == 4
         await queue.reserve(GroupKey("train", 1), 2)
+        stuck = asyncio.create_task(asyncio.Event().wait(), name="somebody stuck")
         with pytest.raises(StalledError) as stalled:
             await queue.take(Consumer("learner"), frozenset({"tokens"}), 1)
-        for words in ("'learner'", "1 whole groups", "tokens", "0.5 s", "train:1 (2 places open)"):
+        stuck.cancel()
+        for words in ("'learner'", "1 whole groups", "tokens", "0.5 s", "train:1 (2 places open)", "somebody stuck", "await fut"):
             assert words in str(stalled.value)
 
     asyncio.run(scenario())
@@ -124,6 +126,7 @@ _QUEUE, _CALL = CHECKS
 BREAKERS = [
     Breaker(11, "queue-by-the-clock", "tandem.queue.memory:MemoryQueue._wait", _wait_by_the_clock, _QUEUE),
     Breaker(11, "queue-without-a-name", "tandem.queue.memory:MemoryQueue._wait", _nameless, _QUEUE),
+    Breaker(11, "queue-without-stacks", "tandem.stacks:of_tasks", str, _QUEUE),
     Breaker(11, "call-without-stacks", "tandem.runtime.process:Pool._stalled", _without_stacks, _CALL),
     Breaker(11, "call-without-a-limit", "tandem.runtime.process:Pool._collect", _collect_for_ever, _CALL),
     Breaker(11, "call-by-the-clock", "tandem.runtime.process:Pool._collect", _collect_by_the_clock, _CALL),

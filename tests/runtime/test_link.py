@@ -125,3 +125,15 @@ def test_a_question_that_nobody_can_answer_is_no_hang(monkeypatch: pytest.Monkey
 
     with ends(receive) as (link, _, _):
         asyncio.run(scenario(link))
+
+
+def test_an_answer_that_comes_twice_is_one_answer() -> None:
+    def receive(value: int, question: Question) -> None:
+        question.reply(value)
+        question.reply(value + 1)
+
+    async def scenario() -> None:
+        with ends(receive) as (link, _, _):
+            assert [await link.call(number) for number in range(5)] == list(range(5))
+
+    asyncio.run(scenario())

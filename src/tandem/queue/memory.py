@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 
+from tandem import stacks
 from tandem.data_proto import DataProto, Join
 from tandem.errors import QueueError, StalledError
 from tandem.ports import Consumer, Lease
@@ -167,7 +168,8 @@ class MemoryQueue:
             if left_s <= 0:
                 raise StalledError(
                     f"{who()} and nothing changed for {self._config.stall_limit_s:g} s: {self._ledger.describe(columns)}. "
-                    f"Look at who fills or consumes these groups, or raise stall_limit_s if they are merely slow"
+                    f"Look at who fills or consumes these groups, or raise stall_limit_s if they are merely slow. "
+                    f"Where its process stands:\n{stacks.of_tasks()}"
                 )
             try:
                 async with asyncio.timeout(left_s):

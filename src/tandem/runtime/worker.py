@@ -16,11 +16,10 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeAlias, cast
 
 from tandem import device
@@ -30,6 +29,7 @@ from tandem.faults import crash_point, take_role
 from tandem.registry import resolve
 from tandem.runtime.link import Link, Question
 from tandem.runtime.placement import Rank, Seat
+from tandem.stacks import where
 
 _PR_SET_PDEATHSIG = 1
 
@@ -170,8 +170,7 @@ class Worker:
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] documented, in spite of its name
         parts = ["main thread:\n" + "".join(traceback.format_stack(frames[self._thread]))]
         for work, name in dict(self._running).items():
-            chain = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in _awaiting(work))
-            parts.append(f"{name}:\n" + "".join(chain.format()))
+            parts.append(f"{name}:\n{where(work)}")
         return "\n".join(parts)
 
 
@@ -180,10 +179,3 @@ def _leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _awaiting(coroutine: Any) -> Iterator[FrameType]:
-    """The frames of a coroutine and of those that it waits for, outermost first."""
-    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        yield frame
-        coroutine = coroutine.cr_await

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tandem import stacks
 from tandem.errors import DataError, RunError, StalledError
 from tandem.ports import AgentLoop, Dataset, Reward
 from tandem.trainer.episodes import first_error, run_episode
@@ -136,7 +137,8 @@ async def evaluate(
             if ended == before:
                 raise StalledError(
                     f"evaluation waited {config.stall_limit_s:g} s for any of {len(cohorts) - ended} tasks to end and none did: "
-                    f"look at the engine, the environment and the reward, or raise stall_limit_s"
+                    f"look at the engine, the environment and the reward, or raise stall_limit_s. "
+                    f"Where this process stands:\n{stacks.of_tasks()}"
                 )
 
     try:

@@ -1,0 +1,191 @@
+"""What the surroundings do to a run: an engine that is slow or stuck, a disk that is full, a clock that jumps.
+
+Where the run can go on, it ends as if nothing had happened; where it cannot, the error says why, and the resumed run does.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import ctypes
+import errno
+import os
+import time
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tandem
+from tandem.durable import AppendLog
+from tandem.rollout.stepping import SteppingEngine
+from tests.e2e.runs import assert_same, forked, outcome, started, write_recipe
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    assert forked(command(directory), directory / "log") == 0, (directory / "log").read_text()
+    return outcome(directory / "run")
+
+
+def command(directory: Path) -> list[str]:
+    return ["train", str(write_recipe(directory)), f"run.dir={directory / 'run'}"]
+
+
+# --------------------------------------------------------------------------------------------------------- engine
+
+
+def slow_engine() -> None:
+    steps = SteppingEngine._run
+
+    async def run(self: SteppingEngine) -> None:
+        await asyncio.sleep(0.1)
+        await steps(self)
+
+    SteppingEngine._run = run  # type: ignore[method-assign]
+
+
+def stuck_engine() -> None:
+    """From the fifth time on that it is given something to do."""
+    steps, passed = SteppingEngine._run, count()
+
+    async def run(self: SteppingEngine) -> None:
+        if next(passed) >= 4:
+            await asyncio.Event().wait()
+        await steps(self)
+
+    SteppingEngine._run = run  # type: ignore[method-assign]
+
+
+def test_a_slow_engine_changes_nothing(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    assert forked(command(tmp_path), tmp_path / "log", before=slow_engine) == 0
+    assert_same(outcome(tmp_path / "run"), undisturbed)
+
+
+def test_an_engine_that_never_answers_is_an_error_that_shows_who_waits_where(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    limits = ["queue.stall_limit_s=2.0", "evaluation.stall_limit_s=2.0"]
+    assert forked([*command(tmp_path), *limits], log, before=stuck_engine) == 1
+    said = log.read_text()
+    assert "Traceback" not in said
+    assert "nothing changed for 2 s" in said or "evaluation waited 2 s" in said
+    for place in ("in _sample\n", "self._engine.generate(request)", "asyncio.Event().wait()"):
+        assert place in said, said
+    assert "go on with: tandem train" in " ".join(said.split())
+    assert forked([*command(tmp_path), "--resume"], log) == 0, log.read_text()
+    assert_same(outcome(tmp_path / "run"), undisturbed)
+
+
+# ----------------------------------------------------------------------------------------------------------- disk
+
+
+def no_room_for_a_line(name: str, number: int) -> None:
+    """The disk is full in the middle of the line of that number in the log of that name."""
+    write, written = AppendLog._write, count(1)
+
+    def full(self: AppendLog, data: bytes) -> None:
+        if self.path.stem == name and next(written) == 2 * number:  # a line is written in two halves
+            write(self, data[:1])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        write(self, data)
+
+    AppendLog._write = full  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("name", "number"), [("metrics", 9), ("samples", 11)])
+def test_a_full_disk_in_the_middle_of_a_line(name: str, number: int, undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert forked(command(tmp_path), log, before=partial(no_room_for_a_line, name, number)) == 1
+    said = " ".join(log.read_text().split())
+    assert f"cannot write a line of {tmp_path / 'run' / name}.jsonl: No space left on device" in said
+    assert "MB are free at" in said
+    assert "Traceback" not in said
+    assert forked([*command(tmp_path), "--resume"], log) == 0, log.read_text()
+    assert_same(outcome(tmp_path / "run"), undisturbed)
+
+
+_CLONE_NEWNS, _CLONE_NEWUSER, _MS_REMOUNT = 0x20000, 0x10000000, 32
+
+
+def small_disk(place: Path, kib: int) -> None:
+    """Mounts a disk of that size, which only this process sees. Raises OSError where it may not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.getuid(), os.getgid()
+    _system(libc.unshare(_CLONE_NEWNS | (_CLONE_NEWUSER if user else 0)))
+    if user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    _system(libc.mount(b"none", bytes(place), b"tmpfs", 0, f"size={kib}k".encode()))
+
+
+def _system(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def on_a_small_disk(place: Path, kib: int, results: Path) -> None:
+    """A run on a disk that is too small, and on it again when it is larger; in a process of its own, with which the disk goes."""
+    try:
+        small_disk(place, kib)
+    except OSError as error:
+        results.write_text(f"skip {error}")
+        os._exit(0)
+    from tandem.cli import _Invocation, run
+
+    arguments = command(place)
+    first = run(arguments, _Invocation())
+    print("---- more room", flush=True)
+    _system(ctypes.CDLL(None, use_errno=True).mount(b"none", bytes(place), b"tmpfs", _MS_REMOUNT, b"size=64m"))
+    second = run([*arguments, "--resume"], _Invocation())
+    same = ""
+    if second == 0:
+        found = outcome(place / "run")
+        same = str(found["weights"])
+    results.write_text(f"{first} {second} {same}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("kib", [160, 320])
+def test_a_full_disk_at_a_snapshot(kib: int, undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    place, log, results = tmp_path / "disk", tmp_path / "log", tmp_path / "results"
+    place.mkdir()
+    process = started([], log, {}, partial(on_a_small_disk, place, kib, results))
+    process.join(200)
+    assert process.exitcode == 0, log.read_text()
+    if results.read_text().startswith("skip"):
+        pytest.skip(f"this user may not mount a small disk: {results.read_text()}")
+    said = " ".join(log.read_text().partition("---- more room")[0].split())
+    assert results.read_text() == f"1 0 {undisturbed['weights']}", log.read_text()
+    assert "No space left on device" in said or "no space left" in said.lower(), said
+    assert f"are free at {place}" in said
+    assert "Traceback" not in log.read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------- clock
+
+
+def jumping_clock() -> None:
+    """Each look at the time of day is hours before or after the last one."""
+    now, looks = time.time, count()
+    time.time = lambda: now() + 3600.0 * (-7, 0, 30)[next(looks) % 3]
+
+
+def test_a_clock_that_jumps_changes_nothing(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    assert forked(command(tmp_path), tmp_path / "log", before=jumping_clock) == 0, (tmp_path / "log").read_text()
+    assert_same(outcome(tmp_path / "run"), undisturbed)
+
+
+def test_the_time_of_day_is_for_people_alone() -> None:
+    """It is written beside metrics, and no wait and no decision knows it."""
+    source = Path(tandem.__file__).parent
+    users = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (node.value.id, node.attr) == ("time", "time")
+    }
+    assert users <= {"track/jsonl.py", "track/mlflow.py"}
