@@ -4,7 +4,7 @@
       config.yaml      every value of the recipe
       metrics.jsonl    a line a step              samples.jsonl   every episode, trained on or dropped
       snapshots/       to resume from             journal.jsonl   judgements that depended on a clock
-      tensorboard/     curve.png  summary.json    final/          a Hugging Face directory
+      tensorboard/     curve.png  summary.json    trace.json      what ran when; final/: a Hugging Face directory
       initial/         the policy as the main phase begins, where a worker begins as a copy of it
       logs/            what worker processes wrote, if there are any
       warmup/          metrics, snapshots and TensorBoard of the warm-up, if there is one

@@ -18,6 +18,7 @@ from tandem.track.fake import ListTracker
 from tandem.track.fan_out import Trackers
 from tandem.track.jsonl import JsonlTracker
 from tandem.track.tensorboard import TensorBoardTracker
+from tandem.track.trace import TraceTracker
 from tandem.types import Json, Metric, Metrics
 
 Lines = list[tuple[int, dict[str, float]]]
@@ -78,6 +79,11 @@ class Silent(Adapter):
         return None
 
 
+class Trace(Silent):
+    def open(self) -> Tracker:
+        return TraceTracker(self.path / "trace.json", tuple)
+
+
 class Fake(Adapter):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -104,7 +110,7 @@ class Several(Jsonl):
         return lines
 
 
-@pytest.fixture(params=[Jsonl, TensorBoard, Silent, Fake, Several])
+@pytest.fixture(params=[Jsonl, TensorBoard, Silent, Trace, Fake, Several])
 def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> Adapter:
     make: Callable[[Path], Adapter] = request.param
     return make(tmp_path)

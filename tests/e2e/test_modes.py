@@ -6,6 +6,7 @@ admission, and none is older than the staleness says.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,15 @@ def check(run: Path, staleness: int) -> None:
             sum(age * count for age, count in zip(ages, counts, strict=True)) / sum(counts)
         )
         assert "reward/mean" in line
+        assert line["time/generation_idle_s"] >= 0
         if counts[0] == sum(counts):
             assert line["mismatch/max"] == 0
+
+    spans = [event["name"] for event in json.loads((run / "trace.json").read_text()) if event["ph"] == "X"]
+    assert [name for name in spans if name.startswith("update ")] == [f"update {step}" for step in range(1, STEPS + 1)]
+    groups = {f"train:{ordinal}" for ordinal in range(STEPS * GROUPS)}
+    assert groups <= {name.removeprefix("judge ") for name in spans if name.startswith("judge ")}
+    assert "generate" in spans
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -19,6 +19,8 @@ from tandem.track.console import ConsoleTracker, Field
 from tandem.track.fan_out import Trackers
 from tandem.track.hosted import TrackedRun
 from tandem.track.jsonl import JsonlTracker
+from tandem.track.trace import TraceTracker
+from tandem.trainer.source import RolloutSource
 from tandem.types import Json
 
 MakeTracker = Callable[[TrackedRun], Tracker]
@@ -61,7 +63,12 @@ def build_trackers(recipe: Recipe, phase: Phase, directory: Path, console: Conso
     name = recipe.run.directory.name if phase.name == "train" else f"{recipe.run.directory.name}-{phase.name}"
     values: dict[str, Json] = json.loads(json.dumps(dict(flatten(recipe)), default=str))
     run = TrackedRun(directory, name, values)
-    members: dict[str, Tracker] = {"jsonl": JsonlTracker(directory / "metrics.jsonl")}
+    source = phase.source
+    spans = (lambda: source.spans) if isinstance(source, RolloutSource) else tuple
+    members: dict[str, Tracker] = {
+        "jsonl": JsonlTracker(directory / "metrics.jsonl"),
+        "trace": TraceTracker(directory / "trace.json", spans),
+    }
     if _CONSOLE in recipe.logs:
         members[_CONSOLE] = ConsoleTracker(title, phase.steps, fields, console=console)
     return Trackers(members | {name: make(run) for name, make in find_trackers(recipe.logs).items()})

@@ -28,6 +28,7 @@ from tandem.data_proto import DataProto
 from tandem.errors import RunError
 from tandem.faults import crash_point
 from tandem.ports import LLM, AgentLoop, Dataset, Lease, Reward, RolloutEngine, TransferQueue
+from tandem.track.trace import Span
 from tandem.trainer.ahead import run_ahead
 from tandem.trainer.credit import credit
 from tandem.trainer.episodes import first_error, run_episode
@@ -46,6 +47,7 @@ from tandem.trainer.rows import (
 from tandem.trainer.sampler import TaskOrder, seed_of
 from tandem.trainer.schedule import Schedule
 from tandem.trainer.shaping import ShapingConfig, shaped, shaping_metrics
+from tandem.trainer.timeline import Timeline
 from tandem.types import Algorithm, BatchRef, Episode, GroupKey, Json, Key, Metric, Metrics, PolicyRef, SamplingParams, Task
 
 MakeLLM = Callable[[Key, int, SamplingParams], LLM]
@@ -153,12 +155,16 @@ class RolloutSource:
         self._dropped: list[dict[str, Json]] = []  # records of groups that were dropped since the last step
         self.settled: tuple[Mapping[str, Json], ...] = ()
         """Records of the episodes that the last step trained on, in key order, with their credit, and of groups dropped since."""
+        self._timeline = Timeline()
+        self.spans: tuple[Span, ...] = ()
+        """What ended on this side between the last two calls of `advance`."""
 
     @property
     def policy(self) -> PolicyRef:
         return self._intake.policy
 
     async def __aiter__(self) -> AsyncGenerator[BatchRef]:
+        self._timeline = Timeline()
         behind = [asyncio.create_task(self._admit(), name="admission"), *self._stages()]
         try:
             while True:
@@ -178,23 +184,28 @@ class RolloutSource:
         done = [self._done.pop(group) for group in leased.groups]
         trained = [record | told.get(Key.parse(str(record["key"])), {}) for each in done for record in each.records]
         self.settled, self._dropped = (*trained, *self._dropped), []
+        self.spans, idle_s = self._timeline.take()
+        metrics += Metrics.sum({"time/generation_idle_s": idle_s})
         return sum((each.metrics for each in done), metrics) + await self._intake.advance(policy)
 
     @asynccontextmanager
     async def training(self) -> AsyncGenerator[None]:
         """Colocated: engines are paused and off the device inside, and back and running after."""
-        shared = self._engines if self._schedule.placement == "colocated" else ()
-        for engine in shared:
-            await engine.pause()
-            await engine.place("host")
-            crash_point("handover.to_trainer")
-        try:
+        if self._schedule.placement == "separate":
             yield
-        finally:
-            for engine in shared:
-                await engine.place("device")
-                await engine.resume()
-                crash_point("handover.to_rollout")
+            return
+        with self._timeline.held():
+            for engine in self._engines:
+                await engine.pause()
+                await engine.place("host")
+                crash_point("handover.to_trainer")
+            try:
+                yield
+            finally:
+                for engine in self._engines:
+                    await engine.place("device")
+                    await engine.resume()
+                    crash_point("handover.to_rollout")
 
     def state(self) -> dict[str, Json]:
         """To be read right after the queue's `save`, with nothing awaited in between: the two belong together."""
@@ -297,16 +308,19 @@ class RolloutSource:
 
     async def _cohort(self, task: Task, keys: Sequence[Key], params: SamplingParams, stops: StopPolicy) -> _Cohort:
         """These episodes, side by side, and what the reward says of them."""
-        async with asyncio.TaskGroup() as members:
-            running = [
-                members.create_task(run_episode(self._agent, task, self._make_llm(key, self._seed, params), key), name=f"{key}")
-                for key in keys
-            ]
+        with self._timeline.sampling(keys[0].group):
+            async with asyncio.TaskGroup() as members:
+                running = [
+                    members.create_task(run_episode(self._agent, task, self._make_llm(key, self._seed, params), key), name=f"{key}")
+                    for key in keys
+                ]
         episodes = [episode.result() for episode in running]
         judged, dropped = to_judge(episodes, stops)
         if judged and self._reward is not None:
             crash_point("reward.before")
-            judged = with_rewards(task, judged, await self._reward(task, judged), self._components)
+            with self._timeline.judging(keys[0].group):
+                results = await self._reward(task, judged)
+            judged = with_rewards(task, judged, results, self._components)
             crash_point("reward.after")
         return _Cohort(episodes, judged, dropped)
 
