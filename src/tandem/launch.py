@@ -51,7 +51,6 @@ from tandem.track.summary import Summary, write_summary
 from tandem.trainer import loop
 from tandem.trainer.heldout import HeldOutLoss
 from tandem.trainer.sampler import seed_of
-from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutSource
 from tandem.trainer.workers import ModelWorker
 from tandem.types import Json, Metrics, PolicyRef
@@ -64,7 +63,7 @@ _UNTOLD = "nothing was measured: the recipe names no data.heldout, or neither a 
 def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool, begun: Begun) -> None:
     """`tandem train`. Raises TandemError. begun: called when the run's directory is there; from then on it can be resumed."""
     recipe, console = resolved.value, Console()
-    schedule(recipe.trainer.mode, recipe.trainer.staleness).check_runnable(one_process=recipe.runtime.name == "inline")
+    recipe.trainer.schedule.check_runnable(one_process=recipe.runtime.name == "inline")
     find_trackers(recipe.logs)
     if dry_run:
         complete(_dry_run(recipe, console), console)
@@ -111,12 +110,8 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun
                 "distribution: the samples are off-policy (metric rollout/cut_support)",
                 style="yellow",
             )
-        if recipe.trainer.mode != "sync" and not phase.algorithm.params.get("correction") and not from_dataset(recipe):
-            console.print(
-                f"warning: samples may be older than the policy that they train, and {phase.algorithm.name} does not correct for "
-                f"it: consider algorithm.correction=token_tis, or another of `tandem algos`",
-                style="yellow",
-            )
+        if not from_dataset(recipe) and (about := recipe.trainer.schedule.warning(phase.algorithm)) is not None:
+            console.print(f"warning: {about}", style="yellow")
         main = _PhaseRun(recipe, phase, directory, console, rollout, heldout, recipe.trainer.snapshot_every)
         if recipe.warmup is not None and first is not None and main.store.latest() is None:
             warmup = _PhaseRun(recipe, first, directory / "warmup", console, None, None, recipe.warmup.snapshot_every)

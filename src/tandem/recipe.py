@@ -25,7 +25,7 @@ from tandem.runtime.placement import RuntimeConfig
 from tandem.train.config import TrainConfig
 from tandem.trainer.evaluate import EvaluationConfig
 from tandem.trainer.learner import LearnerConfig
-from tandem.trainer.schedule import Mode
+from tandem.trainer.schedule import Mode, Schedule, TooOld, schedule
 from tandem.trainer.source import RolloutConfig
 from tandem.types import Json, SamplingParams
 
@@ -254,11 +254,16 @@ class TrainedSection:
 
 @dataclass(frozen=True)
 class TrainerSection:
-    """steps: updates of the policy's version. eval_every, snapshot_every: in steps; 0 is only at the end."""
+    """steps: updates of the policy's version. eval_every, snapshot_every: in steps; 0 is only at the end.
+
+    mode, staleness, window, too_old: see trainer.schedule.Schedule.
+    """
 
     steps: int = 100
     mode: Mode = "sync"
     staleness: int | None = None
+    window: int = 0
+    too_old: TooOld | None = None
     eval_every: int = 0
     snapshot_every: int = 0
 
@@ -266,6 +271,11 @@ class TrainerSection:
         for name, least in (("steps", 1), ("eval_every", 0), ("snapshot_every", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    @property
+    def schedule(self) -> Schedule:
+        """Raises ConfigError for values that contradict each other."""
+        return schedule(self.mode, self.staleness, self.window, self.too_old)
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,10 @@ def test_a_mode_overlaps_within_its_staleness(mode: str, staleness: int, tmp_pat
         (["trainer.mode=separate_async"], "add runtime=process"),
         (["trainer.mode=colocate_async", "trainer.staleness=0"], "for 0 use trainer.mode=sync"),
         (["trainer.staleness=1"], "contradicts trainer.mode=sync"),
+        (["trainer.mode=colocate_async", "trainer.window=1"], "say what becomes of them"),
+        (["trainer.mode=colocate_async", "trainer.window=1", "trainer.too_old=correct"], "grpo does not correct for it"),
+        (["trainer.mode=colocate_async", "rollout.spare_groups=1"], "spare_groups=1 is of trainer.mode=sync"),
+        (["rollout.enough_episodes=1"], "enough_episodes=1 is below the 2 episodes that grpo compares"),
         (["trainer.mode=colocate_async", "trainer.staleness=9999"], "queue.max_groups=4096 is below the 20000 groups"),
     ],
 )

@@ -24,7 +24,7 @@ from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.runtime.inline import InlineGroup
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.plan import BatchStage, Plan, plan
-from tandem.trainer.schedule import schedule
+from tandem.trainer.schedule import Schedule, schedule
 from tandem.trainer.source import RolloutConfig, RolloutSource
 from tandem.trainer.stages import advantages, derived, model_outputs, resample
 from tandem.trainer.workers import TrainWorker
@@ -220,11 +220,13 @@ def world(
     stall_limit_s: float = 5.0,
     components: Sequence[str] = (),
     ahead: Callable[[MemoryQueue], BatchStage] | None = None,
+    timing: Schedule | None = None,
+    rollout: TableRollout | None = None,
     **sampling: Any,
 ) -> World:
     """GRPO on groups of 4 in batches of 3, with what a test wants otherwise. ahead: a stage that runs before the batch is whole."""
     queue = MemoryQueue(QueueConfig(stall_limit_s=stall_limit_s))
-    engine, rollout, rewarded = TableEngine(), TableRollout(), FunctionReward(reward)
+    engine, rollout, rewarded = TableEngine(), rollout or TableRollout(), FunctionReward(reward)
     chosen = configure(algorithm, params)
     group = InlineGroup([TrainWorker(engine, queue, chosen) for _ in range(ranks)])
     stages = [
@@ -243,7 +245,7 @@ def world(
         queue=queue,
         engines=[rollout],
         algorithm=chosen,
-        schedule=schedule("sync"),
+        schedule=timing or schedule("sync"),
         config=config or RolloutConfig(groups_per_step=3, group_size=4),
         seed=seed,
         policy=policy or PolicyRef(),

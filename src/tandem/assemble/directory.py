@@ -20,7 +20,6 @@ from tandem.config import Resolved, dump, flatten
 from tandem.durable import attempt, draft_of, write_whole
 from tandem.errors import ConfigError
 from tandem.recipe import Recipe, load_recipe
-from tandem.trainer.schedule import schedule
 
 Begun: TypeAlias = Callable[[], None]
 """Called when the directory of a run is there: from then on it can be gone on with."""
@@ -55,13 +54,7 @@ def open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, co
             raise ConfigError(f"there is no run in {directory} to resume (no config.yaml): leave --resume out to begin one")
         before = load_recipe(config, ()).value
         earlier = dict(flatten(before))
-        was, now = (schedule(each.trainer.mode, each.trainer.staleness) for each in (before, resolved.value))
-        if now.staleness < was.staleness:
-            raise ConfigError(
-                f"{directory} may hold samples that are {was.staleness} versions old, and trainer.mode={now.mode} with "
-                f"staleness {now.staleness} cannot train on them: resume with trainer.mode={was.mode} "
-                f"trainer.staleness={was.staleness}, or more"
-            )
+        before.trainer.schedule.check_resumable(resolved.value.trainer.schedule, directory)
         changes = {
             leaf: value for leaf, value in flatten(resolved.value) if earlier.get(leaf) != value and not leaf.startswith("run.")
         }

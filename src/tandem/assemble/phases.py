@@ -35,7 +35,6 @@ from tandem.trainer.kl_control import KLControls
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner
 from tandem.trainer.plan import NOTHING, BatchStage, Plan, plan
 from tandem.trainer.sampler import seed_of
-from tandem.trainer.schedule import schedule
 from tandem.trainer.source import RolloutSource
 from tandem.trainer.workers import TrainWorker
 from tandem.types import Algorithm, PolicyRef
@@ -142,9 +141,16 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
             recipe.train,
             recipe.learner,
         )
-    timing = schedule(recipe.trainer.mode, recipe.trainer.staleness)
-    _check_room(recipe, timing.in_flight(recipe.rollout.groups_per_step), "rollout.groups_per_step and trainer.staleness")
-    queue, chosen = MemoryQueue(recipe.queue, join=joining(recipe.runtime)), algorithm(recipe)
+    timing, chosen, spare = recipe.trainer.schedule, algorithm(recipe), recipe.rollout.spare_groups
+    timing.check_correction(chosen)
+    if spare and timing.mode != "sync":
+        raise ConfigError(
+            f"rollout.spare_groups={spare} is of trainer.mode=sync; in {timing.mode} generation is ahead anyway, and "
+            f"trainer.window lets a step leave its slowest groups to a later one"
+        )
+    in_flight = timing.in_flight(recipe.rollout.groups_per_step) + spare
+    _check_room(recipe, in_flight, "rollout.groups_per_step, rollout.spare_groups and trainer.staleness")
+    queue = MemoryQueue(recipe.queue, join=joining(recipe.runtime))
     workers = Workers(recipe.runtime, queue, logs)
     roles = build_roles(recipe, model, chosen, workers, _updates(recipe.trainer.steps, recipe.learner))
     if roles.warmup_steps >= recipe.trainer.steps:
@@ -229,6 +235,11 @@ def _check_batch(recipe: Recipe, chosen: Algorithm) -> None:
         groups, size = groups * size, 1
     if size < chosen.min_episodes:
         raise ConfigError(f"rollout.group_size={size} is below the {chosen.min_episodes} episodes that {chosen.name} compares")
+    if 0 < recipe.rollout.enough_episodes < chosen.min_episodes:
+        raise ConfigError(
+            f"rollout.enough_episodes={recipe.rollout.enough_episodes} is below the {chosen.min_episodes} episodes that "
+            f"{chosen.name} compares"
+        )
     if groups < recipe.learner.minibatches:
         raise ConfigError(
             f"learner.minibatches={recipe.learner.minibatches} is above the {groups} groups of a step, which are not split; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import cast
 
 from tandem.errors import ColumnError, DataError, TandemError
@@ -32,6 +33,20 @@ async def run_episode(agent: AgentLoop, task: Task, llm: LLM, key: Key) -> Episo
         raise ColumnError(f"the agent returned {returned} when it was asked for {key}; it must return an Episode with that key")
     crash_point("episode.after")
     return episode
+
+
+async def until_enough(running: Sequence[asyncio.Task[Episode]], enough: int) -> None:
+    """Waits until so many episodes have ended well, or all have ended, and cancels the others. An error is whoever awaits it's."""
+    pending: set[asyncio.Task[Episode]] = set(running)
+    while pending and sum(_ended_well(task) for task in running) < enough:
+        _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+
+
+def _ended_well(task: asyncio.Task[Episode]) -> bool:
+    ended = task.done() and not task.cancelled() and task.exception() is None
+    return ended and task.result().stop not in ("abort", "error")
 
 
 def first_error(problem: BaseException) -> BaseException:

@@ -9,16 +9,21 @@ from tandem.types import Json
 
 
 class Gate:
-    """Admits while admitted - returned < (finished + k + 1) * groups_per_step; schedule.py proves what follows from it.
+    """Admits while admitted - returned < (finished + k + 1) * groups_per_step + spare; schedule.py proves what follows from it.
 
-    finished: policy versions made since `first_version`. A group that is dropped gives its slot back.
+    finished: policy versions made since `first_version`. A group that is dropped gives its slot back. A gate
+    that was closed stays so until `advance`, whatever is given back.
     """
 
-    def __init__(self, groups_per_step: int, staleness: int, first_version: int = 0) -> None:
-        if groups_per_step < 1 or staleness < 0:
-            raise ValueError(f"a gate needs groups_per_step >= 1 and staleness >= 0, got {groups_per_step} and {staleness}")
+    def __init__(self, groups_per_step: int, staleness: int, first_version: int = 0, *, spare: int = 0) -> None:
+        if groups_per_step < 1 or staleness < 0 or spare < 0:
+            raise ValueError(
+                f"a gate needs groups_per_step >= 1, staleness >= 0 and spare >= 0, got {groups_per_step}, {staleness} and {spare}"
+            )
         self._groups_per_step = groups_per_step
         self._staleness = staleness
+        self._spare = spare
+        self._closed = False
         self._first_version = first_version
         self._finished = 0
         self._admitted = 0
@@ -27,7 +32,8 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        return self._admitted - self._returned < (self._finished + self._staleness + 1) * self._groups_per_step
+        in_flight = (self._finished + self._staleness + 1) * self._groups_per_step + self._spare
+        return not self._closed and self._admitted - self._returned < in_flight
 
     async def opened(self) -> None:
         """Waits, without a limit of its own, for `give_back` or `advance`: what is waited for there has one."""
@@ -45,8 +51,12 @@ class Gate:
         assert self._returned <= self._admitted, "more groups were returned than admitted"
         self._moved.set()
 
+    def close(self) -> None:
+        self._closed = True
+
     def advance(self, version: int) -> None:
         """The policy is at `version` now."""
+        self._closed = False
         self._finished = version - self._first_version
         self._moved.set()
 

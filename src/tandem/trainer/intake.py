@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
+from tandem.data_proto import DataProto
 from tandem.errors import RunError, StalenessError
 from tandem.ports import Consumer, Lease, TransferQueue
 from tandem.trainer.gate import Gate
 from tandem.trainer.schedule import Schedule
+from tandem.trainer.staleness import Runs, by_length, histogram, too_old, without_old_tokens
 from tandem.types import BatchRef, GroupKey, Json, Metrics, PolicyRef
 
 
 class Intake:
     """Admits groups of `space` into the queue and takes batches of `groups_per_step` out of it, one at a time.
 
-    columns: what rows must have to be taken.
+    columns: what rows must have to be taken. spare: groups that are admitted beyond a step's own; as many unfinished ones may be
+    passed over, and nothing is admitted from when a batch is taken until the next is asked for.
 
     The gate opens when a batch is asked for and not when the last one is trained on: in sync mode nothing is under way
     while a snapshot is written or the policy is evaluated.
@@ -29,14 +32,18 @@ class Intake:
         schedule: Schedule,
         policy: PolicyRef,
         columns: frozenset[str] = frozenset({"tokens", "mask"}),
+        *,
+        spare: int = 0,
     ) -> None:
         self.policy = policy
         self._queue = queue
         self.space = space
         self._groups_per_step = groups_per_step
         self._schedule, self._columns = schedule, columns
-        self._gate = Gate(groups_per_step, schedule.staleness, policy.version)
+        self._spare = spare
+        self._gate = Gate(groups_per_step, schedule.staleness, policy.version, spare=spare)
         self._next = 0
+        self._metrics = Metrics()  # of what was too old for the batch that is taken next, or is out
         self._lease: Lease | None = None
 
     @property
@@ -67,17 +74,45 @@ class Intake:
         """A group was dropped: its slot is free."""
         self._gate.give_back()
 
-    async def take(self) -> Lease:
-        """The next batch. Raises StalledError, by the queue's limit, or StalenessError."""
-        consumer = Consumer("learner", self.policy.incarnation)
-        lease = await self._queue.take(consumer, self._columns, self._groups_per_step, window=self._schedule.window)
-        for key, policy in zip(lease.ref.keys, lease.ref.policies, strict=True):
-            if policy is not None and self.policy.version - policy.version > self._schedule.worst_age:
+    async def take(self, forget: Callable[[GroupKey], None] = lambda group: None) -> Lease:
+        """The next batch, in which no token is older than the schedule says; `forget` hears of each group that is dropped for it.
+
+        Raises StalledError, by the queue's limit; StalenessError where strict order left an older one, which is a fault.
+        """
+        consumer, now, worst = Consumer("learner", self.policy.incarnation), self.policy.version, self._schedule.worst_age
+        window = self._schedule.window + self._spare
+        while True:
+            lease = await self._queue.take(consumer, self._columns, self._groups_per_step, window=window)
+            old = [] if worst is None else too_old(lease.ref, now, worst)
+            if old:
+                self._metrics += by_length(lease.ref.lengths[row] for row in old)
+            if old and self._schedule.too_old == "drop":
+                await self._drop(lease, {lease.ref.keys[row].group for row in old}, forget)
+                continue
+            if old and self._schedule.too_old == "mask" and worst is not None:
+                await self._mask(lease.ref.select(old), now, worst)
+            elif old:
                 raise StalenessError(
-                    f"row {key} was sampled by {policy} and would be trained on by {self.policy}: "
-                    f"its age is above {self._schedule.worst_age}, the bound of mode {self._schedule.mode}"
+                    f"row {lease.ref.keys[old[0]]} was sampled by {lease.ref.policies[old[0]]} and would be trained on by "
+                    f"{self.policy}: its age is above {worst}, the bound of mode {self._schedule.mode}"
                 )
-        return lease
+            if self._spare:
+                self._gate.close()
+            return lease
+
+    async def _drop(self, lease: Lease, groups: set[GroupKey], forget: Callable[[GroupKey], None]) -> None:
+        await self._queue.release(lease)
+        for group in sorted(groups):
+            await self._queue.drop({key.place for key in lease.ref.keys if key.group == group}, "too_old")
+            forget(group)
+            self._gate.give_back()
+        self._metrics += Metrics.sum({"staleness/dropped_groups": len(groups)})
+
+    async def _mask(self, ref: BatchRef, now: int, worst: int) -> None:
+        rows = await self._queue.get(ref.keys, frozenset({"mask", "policy"}))
+        mask = without_old_tokens(rows, now, worst)
+        self._metrics += Metrics.sum({"staleness/masked_tokens": int(rows["mask"].sum() - mask.sum())})
+        await self._queue.write(DataProto.make(rows.keys, rows.lengths, token={"mask": mask}))
 
     def hand_out(self, lease: Lease) -> BatchRef:
         self._lease = lease
@@ -91,18 +126,18 @@ class Intake:
     async def advance(self, policy: PolicyRef) -> Metrics:
         """The batch was trained on and made `policy`. Raises RunError where there is none."""
         lease = self._out()
+        metrics, self._metrics = self._metrics + await self._ages(lease.ref), Metrics()
         await self._queue.ack(lease)
-        ages = [self.policy.version - sampler.version for sampler in lease.ref.policies if sampler is not None]
         self._lease = None
         self.policy = policy
-        return self._queue.metrics().prefixed("queue") + self._staleness(ages)
+        return self._queue.metrics().prefixed("queue") + metrics
 
-    def _staleness(self, ages: Sequence[int]) -> Metrics:
-        """Of the rows that were trained on: versions between the oldest policy that sampled in a row and the one trained."""
-        if not ages:
-            return Metrics()
-        counts = {f"rows_of_age_{age}": ages.count(age) for age in range(self._schedule.worst_age + 1)}
-        return (Metrics.sum(counts) + Metrics.mean({"mean": sum(ages) / len(ages)}, len(ages))).prefixed("staleness")
+    async def _ages(self, ref: BatchRef) -> Metrics:
+        """Of what was trained on: versions between the policy that sampled a token and the one trained."""
+        runs: Sequence[Runs] = ()
+        if "policy" in ref.columns:
+            runs = (await self._queue.get(ref.keys, frozenset({"policy"}))).objects("policy")
+        return histogram(ref.policies, runs, self.policy.version, self._schedule.staleness + 1)
 
     def _out(self) -> Lease:
         if self._lease is None:

@@ -31,7 +31,7 @@ from tandem.ports import LLM, AgentLoop, Dataset, Lease, Reward, RolloutEngine, 
 from tandem.track.trace import Span
 from tandem.trainer.ahead import run_ahead
 from tandem.trainer.credit import credit
-from tandem.trainer.episodes import first_error, run_episode
+from tandem.trainer.episodes import first_error, run_episode, until_enough
 from tandem.trainer.intake import Intake
 from tandem.trainer.plan import NOTHING, Plan
 from tandem.trainer.rows import (
@@ -59,18 +59,34 @@ class RolloutConfig:
     """groups_per_step: tasks in a batch. group_size: episodes of each. max_refills_per_step: how many groups of one
     step may be dropped and replaced (too small, or refused by dynamic sampling) before the run stops. stops, shaping: what
     becomes of an episode, and of its reward, by how it stopped and how long it is.
+
+    spare_groups: so many more are begun than a step trains on, in sync mode; the step takes the first that are complete, and the
+    others are cut off. enough_episodes: of a group, so many; once they have ended the others are cut off, and 0 waits for all.
+    Both leave out what takes long, and so favour what is short.
     """
 
     groups_per_step: int = 16
     group_size: int = 16
     max_refills_per_step: int = 128
+    spare_groups: int = 0
+    enough_episodes: int = 0
     stops: StopPolicy = field(default_factory=StopPolicy)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
 
     def __post_init__(self) -> None:
-        for name, least in (("groups_per_step", 1), ("group_size", 1), ("max_refills_per_step", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        least = {"groups_per_step": 1, "group_size": 1, "max_refills_per_step": 0, "spare_groups": 0, "enough_episodes": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"{name} must be at least {value}, got {getattr(self, name)}")
+        if self.enough_episodes >= self.group_size > 1 or self.enough_episodes > self.group_size:
+            raise ValueError(
+                f"enough_episodes={self.enough_episodes} must be below group_size={self.group_size}, or 0 for all of them"
+            )
+
+    @property
+    def waited_for(self) -> int:
+        """Episodes of a group that may be left of it."""
+        return self.enough_episodes or self.group_size
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,7 @@ class _Done(NamedTuple):
 
     records: list[dict[str, Json]]
     metrics: Metrics
+    members: list[int]  # of the episodes that have rows
 
 
 class RolloutSource:
@@ -147,8 +164,10 @@ class RolloutSource:
         self._keep = keep_function(algorithm.keep) if algorithm.keep is not None else None
         self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}")
         self._ahead, self._tells = ahead, tells
-        self._intake = Intake(queue, space, config.groups_per_step, schedule, policy, ahead.gives | {"tokens", "mask"})
+        taken = ahead.gives | {"tokens", "mask"}
+        self._intake = Intake(queue, space, config.groups_per_step, schedule, policy, taken, spare=config.spare_groups)
         self._running: set[GroupKey] = set()  # admitted, and neither put nor dropped
+        self._sampled: dict[GroupKey, asyncio.Task[None]] = {}  # of those, whose episodes are not all judged
         self._tally = _Tally()
         self._metrics = Metrics()
         self._done: dict[GroupKey, _Done] = {}  # of groups that are put and not consumed
@@ -170,6 +189,10 @@ class RolloutSource:
             while True:
                 self._intake.open()
                 lease = await self._take(behind)
+                if self._config.spare_groups:
+                    await self._cut(lease.ref.groups)
+                if self._schedule.staleness:
+                    self._metrics += Metrics.sum({"rollout/carried_groups": len(self._running)})
                 self._tally = _Tally()
                 yield self._intake.hand_out(lease)
         finally:
@@ -210,7 +233,9 @@ class RolloutSource:
     def state(self) -> dict[str, Json]:
         """To be read right after the queue's `save`, with nothing awaited in between: the two belong together."""
         running: list[Json] = [group.ordinal for group in sorted(self._running)]
-        done: list[Json] = [[group.ordinal, [*each.records], each.metrics.state()] for group, each in self._done.items()]
+        done: list[Json] = [
+            [group.ordinal, [*each.records], each.metrics.state(), [*each.members]] for group, each in self._done.items()
+        ]
         return {
             **self._intake.state(),
             "running": running,
@@ -224,9 +249,10 @@ class RolloutSource:
         """Groups that were running start again: the restored queue holds their places, their keys their randomness."""
         self._intake.restore(state)
         self._running = {GroupKey(self._intake.space, ordinal) for ordinal in cast("list[int]", state["running"])}
-        done = cast("list[tuple[int, list[dict[str, Json]], dict[str, Json]]]", state["done"])
+        done = cast("list[tuple[int, list[dict[str, Json]], dict[str, Json], list[int]]]", state["done"])
         self._done = {
-            GroupKey(self._intake.space, ordinal): _Done(records, Metrics.restored(metrics)) for ordinal, records, metrics in done
+            GroupKey(self._intake.space, ordinal): _Done(records, Metrics.restored(metrics), members)
+            for ordinal, records, metrics, members in done
         }
         self._dropped = cast("list[dict[str, Json]]", state["dropped"])
         self._metrics = Metrics.restored(cast("Mapping[str, Json]", state["metrics"]))
@@ -238,11 +264,34 @@ class RolloutSource:
         """Runs groups as the gate lets them in, until it is cancelled or one of them fails."""
         async with asyncio.TaskGroup() as groups:
             for group in sorted(self._running):
-                groups.create_task(self._group(group), name=f"group {group}")
+                self._sampled[group] = groups.create_task(self._group(group), name=f"group {group}")
             while True:
                 group = await self._intake.admit(self._config.group_size)
                 self._running.add(group)
-                groups.create_task(self._group(group), name=f"group {group}")
+                self._sampled[group] = groups.create_task(self._group(group), name=f"group {group}")
+
+    async def _cut(self, taken: Collection[GroupKey]) -> None:
+        """Ends and drops all groups but those of the batch, so that the next step begins with its own."""
+        late = list(self._sampled.values())
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)  # an error ends admission, and is raised there
+        members = {group: [*range(self._config.group_size)] for group in self._running}
+        members |= {group: done.members for group, done in self._done.items() if group not in taken}
+        for group in sorted(members):
+            await self._queue.drop([Key(*group, member) for member in members[group]], "cut")
+            self._running.discard(group)
+            self._sampled.pop(group, None)
+            if group in self._done:
+                self._forget(group, "cut")
+            self._intake.give_back()
+        self._metrics += Metrics.sum({"rollout/cut_groups": len(members)})
+
+    def _forget(self, group: GroupKey, reason: str = "too_old") -> None:
+        """A group that is done is not trained on."""
+        done = self._done.pop(group)
+        self._metrics += done.metrics + Metrics.sum({"rollout/dropped_groups": 1})
+        self._dropped += [_why(reason) | record for record in done.records]
 
     def _stages(self) -> list[asyncio.Task[None]]:
         """What runs ahead of the batch, until it is cancelled or fails."""
@@ -258,7 +307,7 @@ class RolloutSource:
 
     async def _take(self, behind: Sequence[asyncio.Task[None]]) -> Lease:
         """The next lease, or the error that ended one of those behind it: then nothing more would ever come."""
-        take = asyncio.create_task(self._intake.take(), name="take")
+        take = asyncio.create_task(self._intake.take(self._forget), name="take")
         try:
             await asyncio.wait({take, *behind}, return_when=asyncio.FIRST_COMPLETED)
             for task in behind:
@@ -272,9 +321,11 @@ class RolloutSource:
         task = self._dataset[self._order.position(group.ordinal)].asked()
         keys = [Key(*group, member) for member in range(self._config.group_size)]
         async with asyncio.TaskGroup() as cohorts:
-            sampled = cohorts.create_task(self._cohort(task, keys, self._params, self._config.stops), name=f"group {group}")
+            whole = self._cohort(task, keys, self._params, self._config.stops, self._config.waited_for)
+            sampled = cohorts.create_task(whole, name=f"group {group}")
             companion = cohorts.create_task(self._companion(task, group), name=f"companion of group {group}")
         cohort, greedy = sampled.result(), companion.result()
+        del self._sampled[group]
         lacks = "greedy_failed" if greedy is not None and not greedy.good else ""
         outcome = verdict(cohort.judged, cohort.dropped, min_episodes=self._min_episodes, keep=self._keep, lacks=lacks)
         crash_point("rollout.before_put")
@@ -289,7 +340,8 @@ class RolloutSource:
             rows, of_shaping = self._rows(outcome.kept, greedy)
             await self._queue.put(rows)
             crash_point("rollout.after_put")
-            self._done[group] = _Done(records, metrics + of_shaping)
+            members = [episode.key.member for episode in outcome.kept]
+            self._done[group] = _Done(records, metrics + of_shaping, members)
         else:
             self._metrics += metrics
             self._dropped += records
@@ -304,18 +356,20 @@ class RolloutSource:
         if "reward_baselines" not in self._reads:
             return None
         key = Key(f"{group.space}.greedy", group.ordinal)
-        return await self._cohort(task, [key], replace(self._params, temperature=0.0), StopPolicy())
+        return await self._cohort(task, [key], replace(self._params, temperature=0.0), StopPolicy(), 1)
 
-    async def _cohort(self, task: Task, keys: Sequence[Key], params: SamplingParams, stops: StopPolicy) -> _Cohort:
-        """These episodes, side by side, and what the reward says of them."""
+    async def _cohort(self, task: Task, keys: Sequence[Key], params: SamplingParams, stops: StopPolicy, enough: int) -> _Cohort:
+        """These episodes, side by side, until `enough` have ended well, and what the reward says of them."""
         with self._timeline.sampling(keys[0].group):
             async with asyncio.TaskGroup() as members:
                 running = [
                     members.create_task(run_episode(self._agent, task, self._make_llm(key, self._seed, params), key), name=f"{key}")
                     for key in keys
                 ]
-        episodes = [episode.result() for episode in running]
+                await until_enough(running, enough)
+        episodes = [episode.result() for episode in running if not episode.cancelled()]
         judged, dropped = to_judge(episodes, stops)
+        dropped |= {key: "cut" for key, episode in zip(keys, running, strict=True) if episode.cancelled()}
         if judged and self._reward is not None:
             crash_point("reward.before")
             with self._timeline.judging(keys[0].group):
