@@ -1,0 +1,115 @@
+"""Who is admitted: engines that fail are tried again, left out, and admitted again at a full publish; and what auto chooses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from tandem.checkpoint.fake import FakeWeightWorker
+from tandem.checkpoint.publisher import CheckpointConfig, _Costs  # pyright: ignore[reportPrivateUsage]
+from tandem.errors import EngineError, WorkerError
+from tandem.ports import WeightSource
+from tandem.runtime.inline import InlineGroup
+from tandem.types import PolicyRef
+from tests.contracts.test_checkpoint_engine import TRANSPORTS, HalfWorker, Rollout, Weights, publisher, some_weights, update, zeros
+
+
+class Moody(Rollout):
+    """Fails the loads whose numbers are given, counted from 1; `loads` counts all."""
+
+    def __init__(self, weights: Weights, fails: Sequence[int]) -> None:
+        super().__init__(weights)
+        self._fails = fails
+        self.loads = 0
+
+    async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:
+        self.loads += 1
+        if self.loads in self._fails:
+            raise WorkerError("the engine cannot be reached")
+        await super().load_weights(source, policy)
+
+
+def admitted(name: str, path: Path, fails: Sequence[int], publishes: int, encoding: str = "full", **config: object) -> list[bool]:
+    """Of a moody engine beside a good one, after each publish; the good one is always admitted, and both hold what they say."""
+
+    async def scenario() -> list[bool]:
+        trainer = FakeWeightWorker(some_weights(), copies=True)
+        good, moody, found = Rollout(zeros(trainer)), Moody(zeros(trainer), fails), list[bool]()
+        async with aclosing(publisher(TRANSPORTS[name](path), encoding, **config)) as engine:
+            await engine.connect(InlineGroup([trainer]), [good, moody])
+            for version in range(1, publishes + 1):
+                metrics = await engine.publish(PolicyRef(version=version))
+                assert good in engine.admitted
+                found.append(moody in engine.admitted)
+                assert metrics["publish/left_out"].value == 1 - found[-1]
+                for each in engine.admitted:
+                    assert isinstance(each, Rollout)
+                    assert all(each.weights[weight].equal(trainer.held[weight]) for weight in trainer.held)
+                update(trainer)
+        return found
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["shared_memory", "disk"])
+def test_an_engine_is_tried_again_left_out_and_admitted_again(name: str, tmp_path: Path) -> None:
+    assert admitted(name, tmp_path, [2], 3) == [True, True, True]
+    assert admitted(name, tmp_path, [2, 3], 3) == [True, False, True]
+    assert admitted(name, tmp_path, [2, 3, 4, 5], 6) == [True, False, False, False, False, True]
+
+
+def test_one_that_was_left_out_waits_for_a_publish_of_everything(tmp_path: Path) -> None:
+    assert admitted("shared_memory", tmp_path, [2, 3], 5, "delta", full_every=4) == [True, False, False, False, True]
+
+
+def test_nobody_left_is_an_error_that_says_why(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = FakeWeightWorker(some_weights(), copies=True)
+        async with aclosing(publisher(TRANSPORTS["disk"](tmp_path))) as engine:
+            await engine.connect(InlineGroup([trainer]), [Moody(zeros(trainer), [1, 2])])
+            await engine.publish(PolicyRef(version=1))
+
+    with pytest.raises(
+        EngineError, match=r"no rollout engine holds policy@0\.1: engine 0: WorkerError: the engine cannot be reached"
+    ):
+        asyncio.run(scenario())
+
+
+def test_delta_needs_the_whole_model_in_one_rank() -> None:
+    async def scenario() -> None:
+        held = some_weights()
+        engine = publisher(TRANSPORTS["shared_memory"](Path()), "delta")
+        await engine.connect(InlineGroup([HalfWorker(held, index) for index in range(2)]), [])
+
+    with pytest.raises(EngineError, match=r"delta compares whole weights in one process, and 2 ranks hold parts.*delta_sharded"):
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"name": "in_place", "encoding": "delta"}, "encoding=delta with name=in_place: nothing is sent there"),
+        ({"directory": Path("x")}, "directory=x is for name=disk, and name is auto"),
+        ({"bucket_mb": 0}, "bucket_mb must be at least 1, got 0"),
+        ({"limit_s": 0.0}, "limit_s must be above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(config: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CheckpointConfig(**config)  # type: ignore[arg-type]
+
+
+def test_auto_takes_what_took_less_time_and_measures_again() -> None:
+    def chosen(full_s: float, delta_s: float) -> list[bool]:
+        costs, found = _Costs("auto", 8), list[bool]()
+        for number in [*range(8)] * 2:
+            found.append(costs.delta(number))
+            costs.took(number, found[-1], delta_s if found[-1] else full_s)
+        return found
+
+    assert chosen(2, 1) == [False, False, True, True, True, True, True, True] * 2
+    assert chosen(1, 2) == [False, False, True, True, False, False, False, False] * 2
