@@ -79,9 +79,10 @@ def account(run: Path, setting: Setting, *, more_lost: bool = False) -> None:
     """
     lines = [line for line in read_lines(run / "metrics.jsonl") if "time/step_s" in line]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "each step is logged once and in order"
-    samples = read_lines(run / "samples.jsonl")
-    keys = [line["key"] for line in samples]
-    assert len(keys) == len(set(keys)), f"trained on twice: {[key for key, times in Counter(keys).items() if times > 1]}"
+    settled = read_lines(run / "samples.jsonl")
+    twice = [key for key, times in Counter(line["key"] for line in settled).items() if times > 1]
+    assert not twice, f"trained on or dropped twice: {twice}"
+    samples = [line for line in settled if not line["dropped"]]
 
     by_group: dict[int, list[dict[str, Any]]] = {}
     for line in samples:
@@ -90,23 +91,23 @@ def account(run: Path, setting: Setting, *, more_lost: bool = False) -> None:
     assert list(by_group) == sorted(by_group), "groups are trained on in the order of their admission"
     steps = [members[0]["step"] for members in by_group.values()]
     assert steps == [1 + index // GROUPS for index in range(STEPS * GROUPS)], "each step has its groups, and no other"
-    passed_over = [ordinal for ordinal in range(max(by_group)) if ordinal not in by_group]
-    wanted = set(LOST) <= set(passed_over) if more_lost else set(LOST) == set(passed_over)
-    assert wanted, f"a group that was admitted is trained on, or dropped where its reward failed: {passed_over} are missing"
-    dropped = sum(line.get("rollout/dropped_reward_failed", 0) for line in lines) / SIZE
-    ahead = setting.staleness * GROUPS if more_lost else 0  # dropped at the end, behind the last that was trained on
-    assert len(passed_over) <= dropped <= len(passed_over) + ahead, f"{passed_over} were dropped, and {dropped} groups are counted"
+    dropped = Counter(int(line["key"].removeprefix("train:").split(".")[0]) for line in settled if line["dropped"])
+    assert set(range(max(by_group))) <= {*by_group, *dropped}, "a group that was admitted is trained on, or dropped with a reason"
+    assert set(LOST) <= set(dropped) if more_lost else set(LOST) == set(dropped), f"dropped: {sorted(dropped)}"
+    assert {line["dropped"] for line in settled} == {None, "reward_failed"}
+    counted = sum(line.get("rollout/dropped_reward_failed", 0) for line in lines)
+    assert counted == dropped.total(), f"{dropped.total()} samples were dropped, and {counted} are counted"
 
     ages = Counter[tuple[int, int]]()  # (step, versions between the policy that sampled and the one that was trained)
     for line in samples:
         ages[line["step"], line["step"] - 1 - version(line["policy"])] += 1
     assert all(0 <= age <= setting.staleness for _, age in ages), f"older than {setting.staleness} versions: {sorted(ages)}"
     for line in lines:
-        counted = {age: line[f"staleness/rows_of_age_{age}"] for age in range(setting.staleness + 1)}
-        assert counted == {age: ages[line["step"], age] for age in counted}, f"step {line['step']}"
+        by_age = {age: line[f"staleness/rows_of_age_{age}"] for age in range(setting.staleness + 1)}
+        assert by_age == {age: ages[line["step"], age] for age in by_age}, f"step {line['step']}"
         assert "reward/mean" in line
         assert line.get("train/grad_norm", 1) > 0, "there is something to lose"
-        assert counted[0] < GROUPS * SIZE or line["mismatch/max"] == 0, "fresh samples have the trainer's logprobs, bit for bit"
+        assert by_age[0] < GROUPS * SIZE or line["mismatch/max"] == 0, "fresh samples have the trainer's logprobs, bit for bit"
     assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
     left = [path for path in run.rglob("*") if "partial" in path.name or path.name.endswith(".draft") or "-meets" in path.name]
     assert not left, f"left behind: {left}"
