@@ -82,7 +82,7 @@ def account(run: Path, setting: Setting, *, more_lost: bool = False) -> None:
     settled = read_lines(run / "samples.jsonl")
     twice = [key for key, times in Counter(line["key"] for line in settled).items() if times > 1]
     assert not twice, f"trained on or dropped twice: {twice}"
-    samples = [line for line in settled if not line["dropped"]]
+    samples = [line for line in settled if not line.get("dropped")]
 
     by_group: dict[int, list[dict[str, Any]]] = {}
     for line in samples:
@@ -91,10 +91,10 @@ def account(run: Path, setting: Setting, *, more_lost: bool = False) -> None:
     assert list(by_group) == sorted(by_group), "groups are trained on in the order of their admission"
     steps = [members[0]["step"] for members in by_group.values()]
     assert steps == [1 + index // GROUPS for index in range(STEPS * GROUPS)], "each step has its groups, and no other"
-    dropped = Counter(int(line["key"].removeprefix("train:").split(".")[0]) for line in settled if line["dropped"])
+    dropped = Counter(int(line["key"].removeprefix("train:").split(".")[0]) for line in settled if line.get("dropped"))
     assert set(range(max(by_group))) <= {*by_group, *dropped}, "a group that was admitted is trained on, or dropped with a reason"
     assert set(LOST) <= set(dropped) if more_lost else set(LOST) == set(dropped), f"dropped: {sorted(dropped)}"
-    assert {line["dropped"] for line in settled} == {None, "reward_failed"}
+    assert {line.get("dropped") for line in settled} == {None, "reward_failed"}
     counted = sum(line.get("rollout/dropped_reward_failed", 0) for line in lines)
     assert counted == dropped.total(), f"{dropped.total()} samples were dropped, and {counted} are counted"
 
