@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_WAIT_POLICY ?= passive
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 
-.PHONY: quickstart demo install test test-slow mutants faults check clean
+.PHONY: quickstart demo install test test-slow mutants faults bench check clean
 
 quickstart: .venv/installed ## install, then train a small model from scratch
 	$(BIN)/tandem train recipes/quickstart.yaml
@@ -34,6 +34,9 @@ mutants: .venv/installed-test ## check the tests of the algorithms: make mutants
 
 faults: .venv/installed-test ## kill runs at every crash point, at random: make faults [KILLS=200] [SEED=0] [ONLY=sync,ranks]
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tests.faults --kills $(or $(KILLS),200) --seed $(or $(SEED),0) --only '$(ONLY)'
+
+bench: .venv/installed-test ## run every benchmark beside its peers, which are installed in .bench, and write docs/performance.md
+	$(BIN)/python benchmarks
 
 check: .venv/installed-check ## format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -234,14 +234,18 @@ class DataProto:
     # ----------------------------------------------------------------------------------------------- rows
 
     def _gather(self, rows: Sequence[int], keys: tuple[Key, ...]) -> DataProto:
-        offsets = self.offsets
         index = torch.as_tensor(rows, dtype=torch.int64)
-        tokens = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in rows]) if len(rows) else index
+        lengths = self.lengths[index]
+        moved = (self.lengths.cumsum(0) - self.lengths)[index] - (lengths.cumsum(0) - lengths)  # how far each row's tokens come
+        tokens = torch.arange(int(lengths.sum())) + torch.repeat_interleave(moved, lengths)
         return replace(
             self,
             keys=keys,
-            lengths=self.lengths[index],
-            batch={name: t[(tokens if name in self.token_level else index).to(t.device)] for name, t in self.batch.items()},
+            lengths=lengths,
+            batch={
+                name: tensor.index_select(0, (tokens if name in self.token_level else index).to(tensor.device))
+                for name, tensor in self.batch.items()
+            },
             non_tensor_batch={name: tuple(values[i] for i in rows) for name, values in self.non_tensor_batch.items()},
         )
 

@@ -232,8 +232,8 @@ def _multiply_by_the_mask(values: Tensor, mask: Tensor, num_counted: int | None 
 _micro_batches, _balanced = micro_batches.micro_batches, dispatch.balanced
 
 
-def _rows_by_themselves(lengths: dict[int, int], max_tokens: int, owners: object = None) -> list[list[int]]:
-    return _micro_batches(lengths, max_tokens)
+def _rows_by_themselves(lengths: dict[int, int], max_tokens: int, owners: object = None, **how: bool) -> list[list[int]]:
+    return _micro_batches(lengths, max_tokens, **how)
 
 
 def _rows_to_any_rank(lengths: list[int], parts: int, owners: object = None) -> list[list[int]]:

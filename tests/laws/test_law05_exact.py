@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from tandem.algos.kl import KLEstimator
 from tandem.algos.terms import LossInputs
 from tandem.checkpoint.gathered import GatheredWeights
 from tandem.models import heads as output_heads
-from tandem.models import numerics
+from tandem.models import numerics, prefixes
 from tandem.models.adapters import LoraConfig
 from tandem.models.decoder import Decoder, KVCache, StretchedRope
 from tandem.models.lora import LoraLinear, add_lora
@@ -320,6 +321,13 @@ def _kl_with_rounding(logprobs: Tensor, ref: Tensor, **how: Any) -> Tensor:
     return (ref - back).exp() - 1 - (ref - back)
 
 
+def _one_token_too_many_in_common(rows: prefixes.Ints, sizes: prefixes.Ints) -> prefixes.Ints:
+    found = _SHARED(rows, sizes)
+    found[1:-1] = np.minimum(found[1:-1] + 1, np.minimum(sizes[1:], sizes[:-1]))
+    return found
+
+
+_SHARED = prefixes._shared
 _LORA_LINEAR = LoraLinear.__call__
 _TOKEN_LOGPROBS = output_heads.token_logprobs
 _LOAD_WEIGHTS = NativeEngine.load_weights
@@ -334,5 +342,6 @@ BREAKERS = [
     Breaker(5, "rows-move-without-cache", "tandem.models.decoder:KVCache.copy", _rows_move_without_their_cache, check),
     Breaker(5, "gate-by-size", "tandem.models.numerics:gate", _gate_by_size, lambda: check_family("gemma")),
     Breaker(5, "adapter-in-training-only", "tandem.models.lora:LoraLinear.__call__", _adapter_in_training_only, check_adapter),
+    Breaker(5, "one-token-too-many-in-common", "tandem.models.prefixes:_shared", _one_token_too_many_in_common, check),
     Breaker(5, "stale-cache", "tandem.rollout.native:NativeEngine.load_weights", _stale_cache, check_new_weights),
 ]

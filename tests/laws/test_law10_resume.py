@@ -45,10 +45,9 @@ def test_each_sample_is_trained_on_once() -> None:
 
 
 def _forgets_the_optimizer(self: TorchEngine, path: Path) -> None:
-    moments = {parameter: dict(state) for parameter, state in self._optimizer.state.items()}
+    moments = self._optimizer.state
     _load(self, path)
-    self._optimizer.state.clear()
-    self._optimizer.state.update(moments)
+    self._optimizer.state = moments
 
 
 def _begins_again(self: Intake, state: dict[str, object]) -> None:

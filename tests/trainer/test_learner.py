@@ -14,6 +14,8 @@ from tandem.data_proto import DataProto
 from tandem.errors import EmptyBatchError
 from tandem.queue.fake import FakeQueue
 from tandem.runtime.inline import InlineGroup
+from tandem.train.config import TrainConfig
+from tandem.train.fake import FakeTrainEngine
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner, Trained
 from tandem.trainer.workers import TrainWorker
 from tandem.types import Algorithm, BatchRef, GroupKey, Key, Metrics, PolicyRef
@@ -158,3 +160,23 @@ def test_each_role_takes_its_own_step_and_the_policy_may_wait(version: int) -> N
     assert metrics["critic/optimizer_steps"].value == 1
     if version:
         assert policy.seen[0]["loss_weights"].sum() == pytest.approx(1)
+
+
+def test_an_update_measures_the_mismatch_that_no_pass_has_measured() -> None:
+    """On its own logprobs, before its step: those of a table of zeros."""
+
+    async def scenario() -> Metrics:
+        queue, data = FakeQueue(), rows(range(2))
+        mask = data["mask"].index_fill(0, torch.tensor(data.offsets[:-1]), False)
+        sampled = torch.where(mask, torch.tensor(1 / 4).log() + 0.5, 0.0)
+        data = data.with_columns(token={"mask": mask, "rollout_logprobs": sampled})
+        for group in dict.fromkeys(key.group for key in data.keys):
+            await queue.reserve(GroupKey(*group), sum(key.group == group for key in data.keys))
+        await queue.put(data)
+        worker = TrainWorker(FakeTrainEngine(4, TrainConfig(lr=1.0)), queue, SFT, against="rollout_logprobs")
+        learner = MinibatchLearner([Trained(InlineGroup([worker]))], LearnerConfig(), seed=0)
+        return await learner.update(data.ref(), PolicyRef())
+
+    metrics = asyncio.run(scenario())
+    assert metrics["mismatch/max"].value == pytest.approx(0.5)
+    assert metrics["mismatch/tokens"].value == metrics["train/tokens"].value > 0

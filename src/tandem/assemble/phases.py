@@ -35,6 +35,7 @@ from tandem.trainer.kl_control import KLControls
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner
 from tandem.trainer.plan import NOTHING, BatchStage, Plan, plan
 from tandem.trainer.sampler import seed_of
+from tandem.trainer.schedule import Schedule
 from tandem.trainer.source import RolloutSource
 from tandem.trainer.workers import TrainWorker
 from tandem.types import Algorithm, PolicyRef
@@ -159,9 +160,11 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
             f"trainer.steps={recipe.trainer.steps} to be trained in; lower one or raise the other"
         )
     updates = _updates(recipe.trainer.steps - roles.warmup_steps, recipe.learner)
-    policy = workers.group(model.decoder, Job("policy", recipe.train.over(updates), chosen))
+    on_policy = workers.shared and _on_policy(recipe, model, timing, chosen)
+    job = Job("policy", recipe.train.over(updates), chosen, against="rollout_logprobs" if on_policy else None)
+    policy = workers.group(model.decoder, job)
     workers.check()
-    of_policy = _policy_stages(chosen, policy, queue)
+    of_policy = [stages.on_policy(queue)] if on_policy else _policy_stages(chosen, policy, queue)
     derived = stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived"))
     resample = stages.resample(chosen, queue, seed=seed_of(recipe.seed, "resample"))
     kl = KLControls(chosen)
@@ -215,6 +218,19 @@ def _planned(needs: frozenset[str], have: frozenset[str], stages: Sequence[Batch
         return plan(needs, have, stages)
     except PlanError as problem:
         raise ConfigError(f"algorithm {chosen.name} cannot be trained with yet: {problem}") from problem
+
+
+def _on_policy(recipe: Recipe, model: Model, timing: Schedule, chosen: Algorithm) -> bool:
+    """Whether the update's old_logprobs are known: what sampled has the weights of its only step, and the same bits by law 5.
+
+    The trainer must be the model that the probe has looked at, in this process.
+    """
+    exact = model.probed is not None and model.probed.exact
+    one_step = recipe.learner.epochs * recipe.learner.minibatches == 1
+    wanted = reads(chosen)
+    by_pass = bool(chosen.params.get("bypass")) or "sum_pi_squared" in wanted or "old_logprobs" not in wanted
+    fresh = timing.worst_age == 0 and not recipe.rollout.spare_groups
+    return exact and fresh and one_step and not by_pass
 
 
 def _policy_stages(chosen: Algorithm, workers: WorkerGroup, queue: MemoryQueue) -> list[BatchStage]:

@@ -76,11 +76,12 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is for. objective: the row that its model is trained for; None: it is only read."""
+    """What a worker is for. objective: the row that its model is trained for; None: it is only read. against: see TrainWorker."""
 
     role: str
     train: TrainConfig
     objective: Algorithm | None
+    against: str | None = None
 
 
 def whole(rank: Rank, model: LanguageModel | Blueprint, job: Job, queue: TransferQueue) -> ModelWorker:
@@ -92,7 +93,7 @@ def worker(rank: Rank, engine: TrainEngine, job: Job, queue: TransferQueue) -> M
     """One rank's worker, with its part of the role's model."""
     if job.objective is None:
         return ModelWorker(engine, queue)
-    return TrainWorker(engine, queue, job.objective, job.role, ranks=rank.size)
+    return TrainWorker(engine, queue, job.objective, job.role, ranks=rank.size, against=job.against)
 
 
 def joining(config: RuntimeConfig) -> Join:

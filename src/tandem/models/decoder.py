@@ -29,6 +29,7 @@ from tandem.errors import EngineError
 from tandem.models import numerics
 from tandem.models.language_model import LanguageModel
 from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
+from tandem.models.prefixes import Bucket, Prefixes, prefixes
 
 
 @dataclass(frozen=True)
@@ -292,6 +293,10 @@ class Decoder(LanguageModel):
         return list(self.model.layers)
 
     @property
+    def pads(self) -> bool:
+        return False
+
+    @property
     def gathered_dtype(self) -> torch.dtype | None:
         """A layer sees nothing of a parameter but its value in the compute dtype."""
         return None if self.dtype == torch.float32 else self.dtype
@@ -308,29 +313,48 @@ class Decoder(LanguageModel):
         (the first B by default); without one the result is differentiable. Raises EngineError for rows that are too
         long for the model or the cache.
         """
-        c, (B, length) = self.config, tokens.shape
-        self._check(B, length, cache)
-        tokens = F.pad(tokens, (0, max(QUERIES - length, 0)))
-        T, K, G, d = tokens.shape[1], c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
-        W, N, M = padded(T, KEYS), B * T, padded(B * T, ROWS)
-        ahead = torch.arange(W) > torch.arange(T)[:, None]
-        bias = torch.zeros(T, W).masked_fill_(ahead, float("-inf")).repeat_interleave(G, 0)[None]
-        rows = slice(0, B) if slots is None else slots
+        B, T = tokens.shape
+        self._check(B, T, cache)
+        rows = prefixes(tokens, torch.full((B,), T))
+        with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
+            return F.embedding(rows.place, self._packed(rows, cache, slice(0, B) if slots is None else slots))
+
+    def states_at(self, tokens: Tensor, lengths: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+        self._check(len(tokens), int(lengths.max()), None)
+        if not bool(lengths.any()):
+            tokens, lengths = tokens.new_zeros(1, 1), torch.ones(1, dtype=torch.int64)
+        rows = prefixes(tokens, lengths)
+        return F.embedding(rows.place[at], self._packed(rows))
+
+    def _packed(self, rows: Prefixes, cache: KVCache | None = None, slots: slice | Tensor = slice(0)) -> Tensor:
+        """Hidden states [N, D]; keys and values of all rows go into these slots of the cache."""
+        c, N = self.config, len(rows.tokens)
+        K, G, d, M = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim, padded(N, ROWS)
+        biases = [_causal(bucket, K, G) for bucket in rows.buckets]
+        heads = torch.arange(K)[:, None]
+        queries, keys = (
+            [each[:, None] * K + heads for each in found]
+            for found in zip(*((b.queries, b.keys) for b in rows.buckets), strict=True)
+        )
+        origin = _origin(rows.buckets, M, K)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = (x[:N].view(B, T, K, d).transpose(1, 2) for x in (k, v))
+            q, k, v = q.reshape(M * K, G * d), k.reshape(M * K, d), v.reshape(M * K, d)
             if cache is not None:
-                cache.keys[layer, rows, :, :length] = k[:, :, :length].to(cache.keys.dtype)
-                cache.values[layer, rows, :, :length] = v[:, :, :length].to(cache.values.dtype)
-            k, v = (F.pad(x, (0, 0, 0, W - T)).reshape(B * K, W, d) for x in (k, v))
-            q = q[:N].view(B, T, K, G, d).transpose(1, 2).reshape(B * K, T * G, d)
-            out = numerics.attention(q, k, v, bias).view(B, K, T, G, d).transpose(1, 2)
-            return F.pad(out.reshape(N, -1), (0, 0, 0, M - N))
+                for kept, new in ((cache.keys, k), (cache.values, v)):
+                    kept[layer, slots, :, : rows.place.shape[1]] = new[rows.place[:, None] * K + heads].to(kept.dtype)
+            out = [
+                numerics.attention(
+                    F.embedding(at, q).view(-1, at.shape[2] * G, d),
+                    F.embedding(window, k).flatten(0, 1),
+                    F.embedding(window, v).flatten(0, 1),
+                    bias,
+                ).view(-1, G * d)
+                for at, window, bias in zip(queries, keys, biases, strict=True)
+            ]
+            return F.embedding(origin, torch.cat(out)).view(M, -1)
 
-        positions = torch.arange(T).repeat(B)
-        with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
-            hidden = self._forward(F.pad(tokens.flatten(), (0, M - N)), F.pad(positions, (0, M - N)), cache, attend)
-        return hidden[:N].view(B, T, -1)[:, :length]
+        return self._forward(F.pad(rows.tokens, (0, M - N)), F.pad(rows.positions, (0, M - N)), cache, attend)[:N]
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
@@ -385,6 +409,26 @@ class Decoder(LanguageModel):
             raise EngineError(f"a row of {length} tokens is longer than the model's {self.config.max_positions} positions")
         if cache is not None and (length > cache.capacity or rows > cache.slots):
             raise EngineError(f"{rows} rows of {length} tokens do not fit a cache of {cache.slots} slots of {cache.capacity}")
+
+
+def _causal(bucket: Bucket, K: int, G: int) -> Tensor:
+    """Bias of 0 and -inf that hides from a query what comes after it: [S * K, Q * G, W], with 1 for S * K if all begin alike."""
+    first = bucket.first[:1] if bool((bucket.first == bucket.first[0]).all()) else bucket.first
+    (Q, W), S = (bucket.queries.shape[1], bucket.keys.shape[1]), len(first)
+    ahead = torch.arange(W) > (first[:, None] + torch.arange(Q))[..., None]
+    bias = torch.zeros(S, Q, W).masked_fill_(ahead, float("-inf")).repeat_interleave(G, 1)
+    return bias if S == 1 else bias.repeat_interleave(K, 0)
+
+
+def _origin(buckets: Sequence[Bucket], M: int, K: int) -> Tensor:
+    """Where among the outputs of all buckets, [S, K, Q] each, head k of packed token m is: [M, K]."""
+    found, before = torch.zeros(M, K, dtype=torch.int64), 0
+    for bucket in buckets:
+        S, Q = bucket.queries.shape
+        segment, query = bucket.place // Q, bucket.place % Q
+        found[bucket.token] = before + (segment[:, None] * K + torch.arange(K)) * Q + query[:, None]
+        before += S * K * Q
+    return found
 
 
 def init_decoder(config: DecoderConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -52,8 +52,8 @@ def token_logprobs(
 
     hidden [M, D], targets int64 [M] or [M, K], and the logprobs of their shape; temperature [M] (0 counts as 1). Both results
     are differentiable in hidden and in the output layer. Logits exist for `chunk_rows` rows at a time (by default for
-    CHUNK_LOGITS logits) and are computed again in the backward pass. Neither the chunks nor the other rows change a row's
-    bits: they are `next_logprobs`'s.
+    CHUNK_LOGITS logits) and, unless all are one chunk, are computed again in the backward pass. Neither the chunks nor the
+    other rows change a row's bits: they are `next_logprobs`'s.
     """
     weight, rows = model.output_weight, hidden.shape[0]
     step, sought = _chunk(weight, chunk_rows), targets if targets.ndim == 2 else targets[:, None]
@@ -148,7 +148,7 @@ def _predicting(model: LanguageModel, tokens: Tensor, lengths: Tensor, mask: Ten
         b, t = (int(i) for i in wrong.nonzero()[0])
         raise ColumnError(f"row {b} has its mask true at position {t}, but only 1 to {int(lengths[b]) - 1} are predicted by tokens")
     b, t = mask.nonzero().unbind(1)
-    return (b, t), model.prefill(tokens[:, : max(tokens.shape[1] - 1, 1)])[b, t - 1]
+    return (b, t), model.states_at(tokens, (lengths - 1).clamp(min=0), (b, t - 1))
 
 
 def _chunk(weight: Tensor, chunk_rows: int | None) -> int:
@@ -168,7 +168,7 @@ def _divisor(temperature: Tensor) -> Tensor:
 
 
 def _logprobs(hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
-    return numerics.log_softmax(numerics.linear(hidden, weight).float() / divisor)
+    return numerics.log_softmax(numerics.linear(hidden, weight).float().div_(divisor))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -180,33 +180,38 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = hidden.shape[0]
         logprobs, entropy = torch.empty(targets.shape), torch.empty(rows if with_entropy else 0)
+        all_logprobs = None
         for start in range(0, rows, step):
             part = slice(start, start + step)
             all_logprobs = _logprobs(hidden[part], weight, divisor[part])
             logprobs[part] = all_logprobs.gather(1, targets[part])
             if with_entropy:
-                entropy[part] = -(all_logprobs.exp() * all_logprobs).sum(1)
-        ctx.save_for_backward(hidden, weight, targets, divisor, entropy)
+                entropy[part] = all_logprobs.exp().mul_(all_logprobs).sum(1).neg_()
+        kept = all_logprobs if rows <= step else None  # those of all rows, where they are one chunk
+        ctx.save_for_backward(hidden, weight, targets, divisor, entropy, kept)
         ctx.step = step
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """With z = logits / temperature: d logprob / dz = onehot - p for each target, d entropy / dz = -p (log p + entropy)."""
-        hidden, weight, targets, divisor, entropy = ctx.saved_tensors
+        hidden, weight, targets, divisor, entropy, kept = ctx.saved_tensors
         for_hidden, for_weight, *_ = ctx.needs_input_grad
-        grad_logprobs, grad_entropy = grads[0], grads[1][:, None]
+        grad_logprobs = torch.zeros(targets.shape) if grads[0] is None else grads[0] / divisor
+        grad_entropy = None if grads[1] is None or not entropy.numel() else grads[1][:, None] / divisor
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         grad_weight = torch.zeros(weight.shape) if for_weight else None
         for start in range(0, hidden.shape[0], ctx.step):
             part = slice(start, start + ctx.step)
-            all_logprobs = _logprobs(hidden[part], weight, divisor[part])
-            p = all_logprobs.exp()
-            grad = p * -grad_logprobs[part].sum(1, keepdim=True)
-            if entropy.numel():
-                grad -= p * (all_logprobs + entropy[part, None]) * grad_entropy[part]
-            grad.scatter_add_(1, targets[part], grad_logprobs[part])
-            grad = (grad / divisor[part]).to(hidden.dtype)
+            all_logprobs = _logprobs(hidden[part], weight, divisor[part]) if kept is None else kept
+            grad = all_logprobs.exp()
+            if grad_entropy is None:
+                grad.mul_(-grad_logprobs[part].sum(1, keepdim=True))
+            else:
+                change = (all_logprobs + entropy[part, None]).mul_(grad_entropy[part])
+                grad.mul_(change.add_(grad_logprobs[part].sum(1, keepdim=True)).neg_())
+            grad = grad.scatter_add_(1, targets[part], grad_logprobs[part]).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = numerics.product(grad, weight)
             if grad_weight is not None:

@@ -48,6 +48,11 @@ class LanguageModel(nn.Module):
         """The parts that a sharded model gathers one by one, and that an adapter is put into."""
 
     @property
+    def pads(self) -> bool:
+        """Whether rows that pass together cost as much as the longest of them."""
+        return True
+
+    @property
     def gathered_dtype(self) -> torch.dtype | None:
         """That a sharded layer may be gathered in and compute the same; None is the parameters' own."""
         return None
@@ -73,6 +78,14 @@ class LanguageModel(nn.Module):
 
         Right padding is inert. Raises EngineError for rows that are too long for the model.
         """
+
+    def states_at(self, tokens: Tensor, lengths: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+        """Hidden states [n, D] of tokens[b, t] for the places (b, t) of `at`, two int64 [n], differentiable.
+
+        tokens int64 [B, T], padded on the right with any token, and lengths int64 [B], within which the places are. Raises
+        EngineError for rows that are too long for the model.
+        """
+        return self.prefill(tokens[:, : max(int(lengths.max()), 1)])[at]
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """By their Hugging Face names; not those of an adapter."""

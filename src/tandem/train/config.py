@@ -13,11 +13,11 @@ class TrainConfig:
 
     lr, betas, eps, weight_decay: of AdamW, for every parameter. schedule: how the learning rate goes down after
     `warmup_steps` updates of rising linearly; "linear" and "cosine" reach 0 after `total_steps` updates (0: when the run ends).
-    max_grad_norm: the gradient's global norm is scaled down to it; .inf is off. micro_batch_tokens: tokens, padding
-    included, of one pass through the model; a longer row passes alone. activation_checkpointing: compute each layer again in
-    the backward pass instead of keeping what it computed: less memory, about a quarter more time. top_layers: train the last
-    so many layers and what comes after them, and leave all before as it is; 0 is the whole model. max_nonfinite: how
-    many steps in a row may be refused for a NaN or an infinity before the run stops.
+    max_grad_norm: the gradient's global norm is scaled down to it; .inf is off. micro_batch_tokens: tokens of one pass through
+    the model, with padding where it pads (library=transformers); a longer row passes alone. activation_checkpointing: compute
+    each layer again in the backward pass instead of keeping what it computed: less memory, about a quarter more time.
+    top_layers: train the last so many layers and what comes after them, and leave all before as it is; 0 is the whole model.
+    max_nonfinite: how many steps in a row may be refused for a NaN or an infinity before the run stops.
     """
 
     lr: float = 3e-4

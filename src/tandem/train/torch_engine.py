@@ -34,6 +34,7 @@ from tandem.models.hf import read_weights
 from tandem.models.language_model import LanguageModel
 from tandem.ports import Place
 from tandem.train import outputs
+from tandem.train.adamw import AdamW
 from tandem.train.config import TrainConfig, learning_rate
 from tandem.train.micro_batches import micro_batches
 from tandem.train.ranks import OneRank, Ranks
@@ -58,14 +59,7 @@ class TorchEngine:
         self._parameters = trained(decoder, decoder.adapter)
         for name in decoder.below(config.top_layers):
             self._parameters[name].requires_grad_(False)  # without a gradient they stay as they are
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._optimizer = AdamW(self._parameters, config)
         self._updates = 0  # steps that were taken
         self._refused = 0  # steps that were refused since the last one taken
         self._trouble = ""  # what was not finite since the last step
@@ -135,20 +129,25 @@ class TorchEngine:
     def _passes(self, batch: DataProto, *, whole_groups: bool = False) -> Iterator[tuple[Tensor, DataProto]]:
         """Micro-batches, each with its places among the packed tokens.
 
-        A row ends at its last masked token, since nothing later can matter, and a row without one does not pass. With
+        A row ends at its last masked token, since nothing later can matter, and a row without one does not pass. Rows of a group
+        pass together where that fits, and the model computes once what they begin with alike. With
         whole_groups, a group passes whole if one of its rows does. A rank that has fewer passes than another makes up
         for them with a row without tokens.
         """
         ends = torch.zeros(len(batch), dtype=torch.int64)
         ends.scatter_reduce_(0, batch.row_of_token, torch.arange(1, batch.num_tokens + 1) * batch["mask"], "amax")
-        owners = cast("list[int]", batch.group_of_row.tolist()) if whole_groups else None
-        counted = {row if owners is None else owners[row] for row in cast("list[int]", ends.nonzero()[:, 0].tolist())}
+        padding = self.decoder.pads
+        groups = cast("list[int]", batch.group_of_row.tolist())
+        owners = groups if whole_groups or not padding else None
+        of_unit = groups if whole_groups else range(len(batch))
+        counted = {of_unit[row] for row in cast("list[int]", ends.nonzero()[:, 0].tolist())}
         places = {
             row: torch.arange(start, max(start, end))
             for row, (start, end) in enumerate(zip(batch.offsets, cast("list[int]", ends.tolist()), strict=False))
-            if (row if owners is None else owners[row]) in counted
+            if of_unit[row] in counted
         }
-        passes = micro_batches({row: len(at) for row, at in places.items()}, self.config.micro_batch_tokens, owners)
+        lengths = {row: len(at) for row, at in places.items()}
+        passes = micro_batches(lengths, self.config.micro_batch_tokens, owners, whole=whole_groups, padding=padding)
         most = max(self._ranks.gather(len(passes)))
         for number in range(most):
             self._ranks.passing(last=number == most - 1)
@@ -193,9 +192,7 @@ class TorchEngine:
             self._parameters.values(), self.config.max_grad_norm, torch.tensor(norm), foreach=False
         )
         lr = learning_rate(self.config, self._updates)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        self._optimizer.step(lr)
         self._clear()
         self._updates += 1
         self._refused = 0
@@ -224,7 +221,8 @@ class TorchEngine:
             raise EngineError(f"a gradient is pending and {why}: step first")
 
     def _clear(self) -> None:
-        self._optimizer.zero_grad()
+        for parameter in self._parameters.values():
+            parameter.grad = None
         self._trouble = ""
 
     # -------------------------------------------------------------------------------------------- weights
@@ -281,9 +279,7 @@ class TorchEngine:
         self._check_idle("would not be saved")
         weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
         state: dict[str, Tensor] = {
-            f"{field}/{name}": value
-            for name, parameter in self._parameters.items()
-            for field, value in self._optimizer.state[parameter].items()
+            f"{field}/{name}": value for name, fields in self._optimizer.state.items() for field, value in fields.items()
         }
         counters = {"format": _FORMAT, "updates": self._updates, "refused": self._refused, "base": self._base}
         with self._ranks.meeting("save"), attempt(f"write the training state to {path}", path):
@@ -323,12 +319,11 @@ class TorchEngine:
         like = {key: owner if fields[key] == owner.shape else torch.empty(fields[key]) for key, owner in owners.items()}
         with self._ranks.meeting("load"), _readable(path):
             weights, optimizer = self._ranks.read(path / _MODEL, self._parameters), self._ranks.read(path / _OPTIMIZER, like)
-        state: dict[int, dict[str, Any]] = {}
-        for index, name in enumerate(self._parameters):
-            of_parameter = {key.partition("/")[0]: value for key, value in optimizer.items() if key.partition("/")[2] == name}
-            if of_parameter:
-                state[index] = of_parameter
-        self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, value in optimizer.items():
+            field, _, name = key.partition("/")
+            state.setdefault(name, {})[field] = value
+        self._optimizer.state = state
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])

@@ -143,8 +143,20 @@ def _random(seed: int, key: Key, n: int) -> npt.NDArray[np.float64]:
 
 def bypass(queue: TransferQueue) -> BatchStage:
     """Column `old_logprobs` without a pass of the trainer: the sampler's own, so that the loss corrects the whole mismatch."""
+    return _sampled("bypass", queue)
+
+
+def on_policy(queue: TransferQueue) -> BatchStage:
+    """Column `old_logprobs` without a pass of the trainer, where law 5 says what it would give: the sampler's own, bit for bit.
+
+    The update measures whether that holds (`TrainWorker`).
+    """
+    return _sampled("on_policy", queue)
+
+
+def _sampled(name: str, queue: TransferQueue) -> BatchStage:
     return on_rows(
-        "bypass",
+        name,
         needs=frozenset({"rollout_logprobs"}),
         gives=frozenset({"old_logprobs"}),
         function=lambda rows: (rows.with_columns(token={"old_logprobs": rows["rollout_logprobs"]}), Metrics()),

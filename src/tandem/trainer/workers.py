@@ -106,13 +106,22 @@ class TrainWorker(ModelWorker):
 
     objective: a configured row. role: columns of its optimiser steps are role_loss_weights, ... in the queue; its metrics
     are role/loss, ..., and train/loss, ... where it is the policy. ranks: over how many its engine averages gradients.
+    against: a column of logprobs that an update measures the mismatch of its own to, where no pass before it does.
     """
 
     def __init__(
-        self, engine: TrainEngine, queue: TransferQueue, objective: Algorithm, role: str = "policy", *, ranks: int = 1
+        self,
+        engine: TrainEngine,
+        queue: TransferQueue,
+        objective: Algorithm,
+        role: str = "policy",
+        *,
+        ranks: int = 1,
+        against: str | None = None,
     ) -> None:
         super().__init__(engine, queue)
         self._objective = objective
+        self._against = against
         self._ranks = ranks
         self._loss = columns.loss_ref(objective)
         self._own = {f"{role}_{column}": column for column in columns.step_gives(objective)}
@@ -133,19 +142,24 @@ class TrainWorker(ModelWorker):
     async def update(self, batch: BatchRef) -> Metrics:
         """One optimiser step on these rows, which have been weighed."""
         crash_point("update.before")
-        metrics, _ = self.engine.forward_backward(await self._weighed(batch), self._loss)
+        rows = await self._weighed(batch)
+        metrics, found = self.engine.forward_backward(rows, self._loss)
         crash_point("update.before_step")
         metrics += self.engine.step()
         crash_point("update.after_step")
-        return self._named(metrics)
+        return self._named(metrics) + self._mismatch(rows, found)
 
     @register(Dispatch.SPLIT, Collect.SUM)
     async def evaluate(self, batch: BatchRef) -> Metrics:
         """The objective on these rows, which have been weighed, as eval/...: nothing is trained on."""
         return self.engine.evaluate(await self._weighed(batch), self._loss)
 
+    def _mismatch(self, rows: DataProto, found: DataProto) -> Metrics:
+        return mismatch(rows[self._against], found["logprobs"], rows["mask"]) if self._against else Metrics()
+
     async def _weighed(self, batch: BatchRef) -> DataProto:
-        rows = await fetch(self._queue, batch, self._objective.needs | _PASS | self._own.keys())
+        sampled = frozenset({self._against} if self._against else ())
+        rows = await fetch(self._queue, batch, self._objective.needs | _PASS | self._own.keys() | sampled)
         return rows.with_columns(token={column: rows[own] for own, column in self._own.items()})
 
     def _named(self, metrics: Metrics) -> Metrics:

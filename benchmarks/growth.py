@@ -1,0 +1,74 @@
+"""Cost grows as the work does: CPU seconds of training against tokens, peak memory against tokens and against rows.
+
+    python benchmarks/growth.py      # the last line is JSON; exits with 1 where something grows faster than its work
+
+One thread, a decoder of 1.25M parameters, one forward and backward pass a point in a process of its own, whose memory is the
+peak resident set above what it was with model and optimiser made. Ratio: how many times the work by how many times the cost,
+from the first point to the last; 1 is in proportion, more is cheaper.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from lines import publish, row
+from train import LOSS, SMALL, batch
+
+from tandem.models.decoder import init_decoder
+from tandem.train.config import TrainConfig
+from tandem.train.torch_engine import TorchEngine
+
+TOKENS = (1_024, 2_048, 4_096, 8_192)
+LENGTH = 64
+
+
+def peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def point(rows: int, length: int, micro_batch_tokens: int) -> tuple[float, int]:
+    """(CPU seconds, bytes) of one pass over so many rows; the second of two, so that nothing is done for the first time."""
+    torch.set_num_threads(1)
+    engine = TorchEngine(init_decoder(SMALL, 0), TrainConfig(micro_batch_tokens=micro_batch_tokens))
+    data = batch(rows, length, SMALL.vocab_size, prompt=1, group=1)
+    engine.forward_backward(batch(2, 8, SMALL.vocab_size, prompt=1, group=1), LOSS)
+    before, began_s = peak_bytes(), time.process_time()
+    engine.forward_backward(data, LOSS)
+    return time.process_time() - began_s, peak_bytes() - before
+
+
+def in_process(*what: int) -> tuple[float, int]:
+    done = subprocess.run([sys.executable, __file__, *map(str, what)], stdout=subprocess.PIPE, text=True, check=True)
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+def grows(case: str, x: str, y: str, points: list[tuple[int, float]], floor: float) -> dict[str, Any]:
+    (first, low), (last, high) = points[0], points[-1]
+    curve = {"x": x, "y": y, "points": [(at, round(value, 3)) for at, value in points]}
+    return row(case, "growth in proportion", [(last / first) / (high / low)], floor, 1.0, curve=curve)
+
+
+def main() -> int:
+    if len(sys.argv) == 4:
+        print(json.dumps(point(*map(int, sys.argv[1:]))))
+        return 0
+    whole = [(tokens, in_process(tokens // LENGTH, LENGTH, tokens)) for tokens in TOKENS]
+    bounded = [(tokens // LENGTH, in_process(tokens // LENGTH, LENGTH, 1_024)) for tokens in TOKENS]
+    return publish(
+        "growth",
+        [
+            grows("training time", "tokens", "CPU s", [(tokens, seconds) for tokens, (seconds, _) in whole], 0.9),
+            grows("memory of a pass", "tokens of one micro-batch", "MiB", [(t, size / 2**20) for t, (_, size) in whole], 0.9),
+            grows("memory of more rows", "rows, 1,024 tokens a micro-batch", "MiB", [(n, s / 2**20) for n, (_, s) in bounded], 4.0),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
