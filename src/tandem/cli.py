@@ -428,6 +428,32 @@ def check_data(file: Path, heldout: Path | None, columns: tuple[str, ...], token
     show(train, other, max_tokens, Console())
 
 
+@data.command("prepare")
+@click.argument("name")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--train", type=click.Path(path_type=Path), help="A file of the data set's own layout, and not the hub's.")
+@click.option("--heldout", type=click.Path(path_type=Path), help="The same for the held-out split.")
+@_debug_option
+def prepare_data(name: str, directory: Path, train: Path | None, heldout: Path | None) -> None:
+    """Write a known data set as train.jsonl and heldout.jsonl.
+
+    NAME is gsm8k, math, aime, humaneval, mbpp or preferences. Without files it is fetched from the Hugging Face hub.
+
+    \b
+    Examples:
+      tandem data prepare gsm8k data/gsm8k
+      tandem data prepare mbpp data/mbpp --train mbpp-train.parquet --heldout mbpp-test.parquet
+    """
+    from tandem.data.prepare import PREPARATIONS, prepare
+
+    given = {split: path for split, path in (("train", train), ("heldout", heldout)) if path is not None}
+    for written in prepare(name, directory, given):
+        out = f"; {written.left_out} rows could not be used" if written.left_out else ""
+        click.echo(f"{written.tasks} tasks in {written.path}{out}")
+    if PREPARATIONS[name].reward is not None:
+        click.echo(f"judge them with reward.function={PREPARATIONS[name].reward}")
+
+
 @tandem.command()
 @_debug_option
 def sandbox() -> None:
