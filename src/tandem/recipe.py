@@ -95,10 +95,10 @@ class ModelSection:
 class _OriginSection:
     """One place that tasks come from.
 
-    One of task, a built-in one, of which `size` different problems are taken; path, a .jsonl, .parquet or .csv file; and hub, what
-    the package datasets reads. columns: {ours: theirs} where they have other names. demonstrations: solved, failed and
-    refused problems of the task instead of open ones, for supervised training. refusal_frac: of the task's pairs, those in which
-    the rejected response is a refusal and not a mistake.
+    One of task, a built-in one or reasoning_gym/NAME, of which `size` different problems are taken; path, a .jsonl, .parquet or
+    .csv file; and hub, what the package datasets reads. columns: {ours: theirs} where they have other names. demonstrations:
+    solved, failed and refused problems of the task instead of open ones, for supervised training. refusal_frac: of the task's
+    pairs, those in which the rejected response is a refusal and not a mistake.
     """
 
     task: str | None = None

@@ -5,11 +5,13 @@ from tandem.rewards.functions import FUNCTIONS, arithmetic, countdown, environme
 from tandem.types import Json
 from tests.rewards.episodes import episode, group, task
 
+EXTRAS = {"math": "math_verify", "json_schema": "jsonschema", "reasoning_gym": "reasoning_gym"}
+
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_table_names_functions(name: str) -> None:
-    if name == "math":
-        pytest.importorskip("math_verify")
+    if name in EXTRAS:
+        pytest.importorskip(EXTRAS[name])
     assert callable(resolve(name, FUNCTIONS))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tandem import device
 from tandem.assemble import library
 from tandem.assemble.adapter import put_adapter
-from tandem.assemble.tasks import problem
+from tandem.assemble.tasks import PREFIX, problem
 from tandem.durable import attempt
 from tandem.errors import ConfigError, DeviceError, ModelError
 from tandem.faults import crash_point
@@ -142,7 +142,7 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
     if directory is not None:
         return load_tokenizer(directory)
     places = [place for section in _datasets(recipe) for place in (section, *section.sources)]
-    kinds = [problem(place.task) for place in places if place.task is not None]
+    kinds = [problem(place.task) for place in places if place.task is not None and not place.task.startswith(PREFIX)]
     if not kinds:
         raise ConfigError(
             "model.new without model.tokenizer takes one token a character of its built-in task, and data names none; "

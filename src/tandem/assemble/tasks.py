@@ -7,6 +7,7 @@ from typing import Literal, cast
 from tandem.data.builtin import Demonstrations, NoiseConfig, Pairs, Problem, Split, TaskSet
 from tandem.data.files import FileDataset
 from tandem.data.hub import HubDataset
+from tandem.data.reasoning import PREFIX, ReasoningTasks
 from tandem.data.selection import Kept, Mixture
 from tandem.data.tasks import TASKS
 from tandem.errors import ConfigError
@@ -60,6 +61,12 @@ def _origin(section: DatasetSection | SourceSection, split: Split, seed: int, fo
     if section.hub is not None:
         return HubDataset(section.hub, section.columns)
     assert section.task is not None
+    if section.task.startswith(PREFIX):
+        if form != "tasks" or section.demonstrations is not None:
+            raise ConfigError(
+                f"{section.task} has questions with answers, and neither demonstrations nor pairs: write them to a file"
+            )
+        return ReasoningTasks(section.task, split, seed=seed, size=section.size)
     kind = problem(section.task)
     if form == "pairs":
         if section.demonstrations is not None:

@@ -45,7 +45,12 @@ class Problem(Protocol):
 
 
 def split_of(problem: Problem) -> Split:
-    digest = blake2b(f"{problem.name}:{problem.canonical}".encode(), digest_size=8).digest()
+    return split_of_text(f"{problem.name}:{problem.canonical}")
+
+
+def split_of_text(text: str) -> Split:
+    """Of a problem that this text names."""
+    digest = blake2b(text.encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest) % HELDOUT_SHARE == 0 else "train"
 
 

@@ -24,6 +24,7 @@ FUNCTIONS = {
     "environment": "tandem.rewards.functions:environment",
     "numeric": "tandem.rewards.verifiers:numeric",
     "choice": "tandem.rewards.verifiers:choice",
+    "reasoning_gym": "tandem.rewards.reasoning:reasoning",
     "code": "tandem.rewards.code:code",
     "regex": "tandem.rewards.verifiers:regex",
     "math": "tandem.rewards.mathematics:mathematics",
