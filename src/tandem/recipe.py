@@ -16,6 +16,7 @@ from tandem.checkpoint.publisher import CheckpointConfig
 from tandem.checkpoint.snapshots import SnapshotConfig
 from tandem.config import Resolved, load
 from tandem.data.builtin import NoiseConfig
+from tandem.data.curriculum import CurriculumConfig
 from tandem.data.hub import HubConfig
 from tandem.models.adapters import LoraConfig
 from tandem.queue.memory import QueueConfig
@@ -137,13 +138,19 @@ class SourceSection(_OriginSection):
 
 @dataclass(frozen=True)
 class DatasetSection(_OriginSection):
-    """Where tasks come from: one place, or several sources. max_tokens: tasks with more are left out, which is said.
+    """Where tasks come from: one place, or several sources. max_tokens: tasks with more are left out, which is said. curriculum:
+    which tasks, and in which order, by how often they were solved.
 
     It counts the tokens of a prompt; where what is written is trained on, those of the conversation, or of a pair's longer side.
     """
 
     sources: tuple[SourceSection, ...] = ()
     max_tokens: int | None = None
+    curriculum: CurriculumConfig | None = None
+
+    @property
+    def shuffled(self) -> bool:
+        return self.curriculum is None or not self.curriculum.easy_first
 
     def __post_init__(self) -> None:
         super().__post_init__()

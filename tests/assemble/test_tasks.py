@@ -2,9 +2,11 @@ import json
 from pathlib import Path
 
 from tandem.assemble.tasks import build_dataset, notes
+from tandem.data.curriculum import CurriculumConfig
 from tandem.recipe import DatasetSection, SourceSection
 from tandem.text.renderer import PLAIN_TEMPLATE, TemplateRenderer
 from tandem.text.tokenizer import character_tokenizer
+from tandem.types import Message
 
 RENDERER = TemplateRenderer(character_tokenizer("0123456789+-=x", template=PLAIN_TEMPLATE))
 
@@ -23,6 +25,22 @@ def test_sources_are_mixed_by_weight_or_put_one_after_the_other(tmp_path: Path) 
         assert len(dataset) == length
     mixed = DatasetSection(sources=(SourceSection(path=b), SourceSection(task="arithmetic", size=5)))
     assert len(build_dataset(mixed, "train", 0, RENDERER)) == 6
+
+
+def test_a_curriculum_comes_before_the_limit_of_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rates = {"1": 0.5, "2": 0.75, "3+3": 0.6, "4": 0.0}
+    path.write_text("".join(json.dumps({"prompt": prompt, "pass_rate": rate}) + "\n" for prompt, rate in rates.items()))
+    short = len(RENDERER.opening((Message("user", "1"),)))
+    section = DatasetSection(path=path, curriculum=CurriculumConfig(least=0.1, easy_first=True), max_tokens=short)
+    dataset = build_dataset(section, "train", 0, RENDERER)
+    assert [dataset[i].messages[0].content for i in range(len(dataset))] == ["2", "1"]
+    assert notes(dataset) == (
+        "1 of 4 tasks of a have no pass rate from 0.1 to 1 and are left out",
+        f"1 of 3 tasks of a have more than max_tokens={short} tokens and are left out",
+    )
+    assert not section.shuffled
+    assert DatasetSection(path=path, curriculum=CurriculumConfig()).shuffled
 
 
 def test_what_is_too_long_depends_on_what_is_trained_on(tmp_path: Path) -> None:

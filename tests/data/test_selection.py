@@ -10,8 +10,11 @@ from tandem.errors import DataError
 def test_what_is_kept_keeps_its_order_and_what_is_not_is_counted() -> None:
     kept = Kept(FakeDataset(size=5), lambda task: task.answer != "2", "a 2 in them")
     assert [kept[i].answer for i in range(len(kept))] == ["0", "1", "3", "4"]
-    assert kept.note == "1 of 5 tasks of fake have a 2 in them and are left out"
-    assert Kept(FakeDataset(), lambda _: True, "anything").note == ""
+    assert kept.notes == ("1 of 5 tasks of fake have a 2 in them and are left out",)
+    assert Kept(FakeDataset(), lambda _: True, "anything").notes == ()
+    twice = Kept(kept, lambda task: task.answer != "0", "a 0 in them", order=lambda task: -int(str(task.answer)))
+    assert [twice[i].answer for i in range(len(twice))] == ["4", "3", "1"]
+    assert twice.notes == (*kept.notes, "1 of 4 tasks of fake have a 0 in them and are left out")
     with pytest.raises(DataError, match="all 5 tasks of fake have more, and none is left: loosen the filter"):
         Kept(FakeDataset(size=5), lambda _: False, "more")
 

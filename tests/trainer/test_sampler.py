@@ -18,6 +18,10 @@ def test_each_epoch_is_a_permutation_by_seed_and_ordinal_alone(size: int, seed: 
     assert [jumping.position(o) for o in ordinals] == [TaskOrder(size, seed).position(o) for o in ordinals]
 
 
+def test_what_is_not_shuffled_goes_from_the_first_to_the_last() -> None:
+    assert [TaskOrder(3, 7, shuffled=False).position(ordinal) for ordinal in (0, 1, 2, 3, 7)] == [0, 1, 2, 0, 1]
+
+
 def test_epochs_and_seeds_differ() -> None:
     orders = [[TaskOrder(50, seed).position(50 * epoch + i) for i in range(50)] for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4

@@ -192,6 +192,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
         ahead=ahead,
         tells=CREDITED & (planned.gives | planned.reads),
         components=_components(recipe, chosen, planned),
+        shuffled=recipe.data.train.shuffled,
     )
     return Phase(
         name="train",
@@ -331,6 +332,7 @@ def _dataset_phase(
         tasks_per_step=tasks_per_step,
         seed=recipe.seed,
         policy=PolicyRef(),
+        shuffled=data.shuffled,
     )
     policy = workers.group(model.decoder, Job("policy", config.over(_updates(steps, learner)), chosen))
     roles = build_roles(recipe, model, chosen, workers, _updates(steps, learner))

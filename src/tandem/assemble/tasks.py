@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, cast
 
 from tandem.data.builtin import Demonstrations, NoiseConfig, Pairs, Problem, Split, TaskSet
+from tandem.data.curriculum import by_pass_rate
 from tandem.data.files import FileDataset
 from tandem.data.hub import HubDataset
 from tandem.data.reasoning import PREFIX, ReasoningTasks
@@ -30,6 +31,8 @@ def build_dataset(section: DatasetSection, split: Split, seed: int, renderer: Re
     Raises DataError for one that is empty, missing or broken, ConfigError for demonstrations where pairs are wanted.
     """
     dataset, most = read_dataset(section, split, seed, form), section.max_tokens
+    if section.curriculum is not None:
+        dataset = by_pass_rate(dataset, section.curriculum)
     if most is None:
         return dataset
     return Kept(dataset, lambda task: _tokens(task, renderer, form) <= most, f"more than max_tokens={most} tokens")
@@ -45,7 +48,7 @@ def read_dataset(section: DatasetSection, split: Split, seed: int, form: Form = 
 
 def notes(*datasets: Dataset | None) -> tuple[str, ...]:
     """What a user should know of what was left out of them."""
-    return tuple(dataset.note for dataset in datasets if isinstance(dataset, Kept) and dataset.note)
+    return tuple(said for dataset in datasets if isinstance(dataset, Kept) for said in dataset.notes)
 
 
 def _tokens(task: Task, renderer: Renderer, form: Form) -> int:

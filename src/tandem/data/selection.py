@@ -12,20 +12,25 @@ from tandem.types import Task
 
 
 class Kept:
-    """The tasks of a dataset that `keep` accepts, in their order. Implements the Dataset port.
+    """The tasks of a dataset that `keep` accepts, in their order or by `order`. Implements the Dataset port.
 
-    note: how many were left out, in words; "" where none was. why: what is wrong with them, as in "12 of 100 tasks have WHY".
-    Raises DataError where none is left.
+    notes: how many were left out, in words, here and in a dataset of this kind below it. why: what is wrong with them, as in
+    "12 of 100 tasks have WHY". Raises DataError where none is left.
     """
 
-    def __init__(self, dataset: Dataset, keep: Callable[[Task], bool], why: str) -> None:
+    def __init__(
+        self, dataset: Dataset, keep: Callable[[Task], bool], why: str, order: Callable[[Task], float] | None = None
+    ) -> None:
         self.name = dataset.name
         self._dataset = dataset
         self._positions = [i for i in range(len(dataset)) if keep(dataset[i])]
+        if order is not None:
+            self._positions.sort(key=lambda i: order(dataset[i]))
         if not self._positions:
             raise DataError(f"all {len(dataset)} tasks of {self.name} have {why}, and none is left: loosen the filter")
         out = len(dataset) - len(self._positions)
-        self.note = f"{out} of {len(dataset)} tasks of {self.name} have {why} and are left out" if out else ""
+        note = (f"{out} of {len(dataset)} tasks of {self.name} have {why} and are left out",) if out else ()
+        self.notes: tuple[str, ...] = (*(dataset.notes if isinstance(dataset, Kept) else ()), *note)
 
     def __len__(self) -> int:
         return len(self._positions)

@@ -131,10 +131,11 @@ class DatasetSource:
         seed: int,
         policy: PolicyRef,
         space: str = "demonstrations",
+        shuffled: bool = True,
     ) -> None:
         """Raises DataError where the first task cannot be trained on; the others are looked at when their turn comes."""
         self._dataset, self._maker, self._queue = dataset, maker, queue
-        self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}")
+        self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}", shuffled=shuffled)
         self._intake = Intake(queue, space, tasks_per_step, schedule("sync"), policy)
         task_rows(dataset, 0, maker, GroupKey(space, 0))
 

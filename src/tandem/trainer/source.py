@@ -154,6 +154,7 @@ class RolloutSource:
         tells: frozenset[str] = frozenset(),
         components: Sequence[str] = (),
         space: str = "train",
+        shuffled: bool = True,
     ) -> None:
         self._dataset, self._agent, self._reward = dataset, agent, reward
         self._make_llm, self._params, self._seed = make_llm, params, seed
@@ -162,7 +163,7 @@ class RolloutSource:
         self._reads, self._components, self._record = reads, tuple(components), record
         self._min_episodes = algorithm.min_episodes
         self._keep = keep_function(algorithm.keep) if algorithm.keep is not None else None
-        self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}")
+        self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}", shuffled=shuffled)
         self._ahead, self._tells = ahead, tells
         taken = ahead.gives | {"tokens", "mask"}
         self._intake = Intake(queue, space, config.groups_per_step, schedule, policy, taken, spare=config.spare_groups)
