@@ -11,7 +11,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tandem.cli import _Invocation, run
+from tandem.cli import Invocation, run
 
 RECIPE = """
 model:
@@ -61,7 +61,7 @@ def write_recipe(directory: Path, *, recipe: str = RECIPE, reward: str = REWARD)
 
 def tandem(*arguments: str) -> int:
     """The command line in this process: its exit code."""
-    return run(arguments, _Invocation())
+    return run(arguments, Invocation())
 
 
 def forked(
@@ -106,7 +106,7 @@ def _child(arguments: list[str], log: str, environment: dict[str, str], before: 
     os.environ.update(environment)
     if before is not None:
         before()
-    sys.exit(run(arguments, _Invocation()))
+    sys.exit(run(arguments, Invocation()))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

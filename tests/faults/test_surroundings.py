@@ -134,13 +134,13 @@ def on_a_small_disk(place: Path, kib: int, results: Path) -> None:
     except OSError as error:
         results.write_text(f"skip {error}")
         os._exit(0)
-    from tandem.cli import _Invocation, run
+    from tandem.cli import Invocation, run
 
     arguments = command(place)
-    first = run(arguments, _Invocation())
+    first = run(arguments, Invocation())
     print("---- more room", flush=True)
     _system(ctypes.CDLL(None, use_errno=True).mount(b"none", bytes(place), b"tmpfs", _MS_REMOUNT, b"size=64m"))
-    second = run([*arguments, "--resume"], _Invocation())
+    second = run([*arguments, "--resume"], Invocation())
     same = ""
     if second == 0:
         found = outcome(place / "run")

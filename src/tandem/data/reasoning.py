@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from tandem.data.builtin import HELDOUT_SHARE, Split, split_of_text
 from tandem.errors import DataError
-from tandem.types import Message, Task
+from tandem.types import Json, Message, Task
 
 PREFIX = "reasoning_gym/"
 
@@ -31,7 +31,7 @@ class ReasoningTasks:
         for index, entry in enumerate(_entries(generator, draws, seed)):
             question = str(entry["question"])
             if question not in tasks and split_of_text(f"{name}:{question}") == split:
-                made = {"name": generator, "size": draws, "seed": seed, "index": index}
+                made: dict[str, Json] = {"name": generator, "size": draws, "seed": seed, "index": index}
                 identity = f"{self.name}/{seed}/{len(tasks)}"
                 tasks[question] = Task(identity, (Message("user", question),), str(entry["answer"]), name, {"reasoning_gym": made})
             if len(tasks) == size:

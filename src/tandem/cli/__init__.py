@@ -12,39 +12,30 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from tandem import __version__
+from tandem.cli.checks import data, reward, sandbox
+from tandem.cli.options import Invocation, debug_option, load, overrides_argument, recipe_argument
 from tandem.errors import ConfigError, StalledError, TandemError, WorkerError
 
 if TYPE_CHECKING:
     from tandem.assemble.imports import Dtype
-    from tandem.config import Resolved
-    from tandem.recipe import Recipe
-
-
-@dataclass
-class _Invocation:
-    """What error handling has to know about the command that runs. resume: the command that goes on with the run that began."""
-
-    debug: bool = False
-    resume: str | None = None
 
 
 def main() -> None:
     """The `tandem` command."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported; spinning threads starve the others
-    invocation = _Invocation()
+    invocation = Invocation()
     sys.excepthook = _unexpected(invocation)
     sys.exit(run(sys.argv[1:], invocation))
 
 
-def run(arguments: Sequence[str], invocation: _Invocation) -> int:
+def run(arguments: Sequence[str], invocation: Invocation) -> int:
     """Runs one command line and returns its exit code; an exception that nobody foresaw passes through."""
     try:
         code = tandem.main(list(arguments), prog_name="tandem", standalone_mode=False, obj=invocation)
@@ -69,7 +60,7 @@ def _known(error: BaseException) -> BaseException | None:
     return error if isinstance(error, TandemError | OSError | KeyboardInterrupt | click.Abort) else None
 
 
-def _say(error: BaseException, invocation: _Invocation) -> int:
+def _say(error: BaseException, invocation: Invocation) -> int:
     resume = f"; go on with: {invocation.resume}" if invocation.resume else ""
     match error:
         case WorkerError() | StalledError():
@@ -93,7 +84,7 @@ def _say(error: BaseException, invocation: _Invocation) -> int:
 
 
 def _unexpected(
-    invocation: _Invocation,
+    invocation: Invocation,
 ) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
     """The hook for what no one foresaw: one line, or the traceback with --debug; Python then exits with 1."""
 
@@ -112,20 +103,9 @@ def _unexpected(
 # -------------------------------------------------------------------------------------------------------- commands
 
 
-def _debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    def note(context: click.Context, _: click.Parameter, value: bool) -> None:
-        context.ensure_object(_Invocation).debug |= value
-
-    return click.option("--debug", is_flag=True, expose_value=False, callback=note, help="Show tracebacks.")(command)
-
-
-_recipe_argument = click.argument("recipe", type=click.Path(path_type=Path))
-_overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="tandem")
-@_debug_option
+@debug_option
 def tandem() -> None:
     """Reinforcement-learning post-training for language models.
 
@@ -138,13 +118,13 @@ def tandem() -> None:
 
 
 @tandem.command()
-@_recipe_argument
-@_overrides_argument
+@recipe_argument
+@overrides_argument
 @click.option("--resume", is_flag=True, help="Go on from the last good snapshot in the run's directory.")
 @click.option("--dry-run", is_flag=True, help="Build everything, print the plan, and stop before the first step.")
-@_debug_option
+@debug_option
 @click.pass_obj
-def train(invocation: _Invocation, recipe: Path, overrides: tuple[str, ...], resume: bool, dry_run: bool) -> None:
+def train(invocation: Invocation, recipe: Path, overrides: tuple[str, ...], resume: bool, dry_run: bool) -> None:
     """Train a model as a recipe says.
 
     RECIPE is a YAML file. KEY=VALUE overrides a value of it, with dots in the key.
@@ -156,7 +136,7 @@ def train(invocation: _Invocation, recipe: Path, overrides: tuple[str, ...], res
       tandem train recipes/quickstart.yaml --dry-run
       tandem train recipes/quickstart.yaml --resume
     """
-    resolved = _load(recipe, overrides)
+    resolved = load(recipe, overrides)
     from tandem import launch
 
     def begun() -> None:
@@ -167,9 +147,9 @@ def train(invocation: _Invocation, recipe: Path, overrides: tuple[str, ...], res
 
 @tandem.command("eval")
 @click.argument("recipe", metavar="RECIPE_OR_RUN", type=click.Path(path_type=Path))
-@_overrides_argument
+@overrides_argument
 @click.option("--model", type=click.Path(path_type=Path), help="A Hugging Face model directory; a run's own is its final/.")
-@_debug_option
+@debug_option
 def evaluate(recipe: Path, overrides: tuple[str, ...], model: Path | None) -> None:
     """Measure a model on held-out tasks.
 
@@ -183,7 +163,7 @@ def evaluate(recipe: Path, overrides: tuple[str, ...], model: Path | None) -> No
     if recipe.is_dir():
         model = model or recipe / "final"
         recipe = _config_of(recipe)
-    resolved = _load(recipe, overrides)
+    resolved = load(recipe, overrides)
     from tandem import launch
 
     launch.measure(resolved, model)
@@ -195,7 +175,7 @@ def evaluate(recipe: Path, overrides: tuple[str, ...], model: Path | None) -> No
 @click.option("--step", type=int, help="The snapshot of this step, and not the latest.")
 @click.option("--best", is_flag=True, help="The snapshot of the best score, and not the latest.")
 @click.option("--role", default="policy", show_default=True, help="Or the name of a model trained beside it, e.g. critic.")
-@_debug_option
+@debug_option
 def export(run: Path, directory: Path, step: int | None, best: bool, role: str) -> None:
     """Write a Hugging Face directory from a snapshot of a run.
 
@@ -208,7 +188,7 @@ def export(run: Path, directory: Path, step: int | None, best: bool, role: str) 
     """
     if step is not None and best:
         raise ConfigError("--step and --best name two snapshots: give one of them")
-    resolved = _load(_config_of(run), ())
+    resolved = load(_config_of(run), ())
     from dataclasses import replace
 
     from tandem.assemble.export import export as write
@@ -228,7 +208,7 @@ def export(run: Path, directory: Path, step: int | None, best: bool, role: str) 
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--system", help="A message before the first turn.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Of products.")
-@_debug_option
+@debug_option
 def chat(model: Path, temperature: float, max_tokens: int, seed: int, system: str | None, dtype: str) -> None:
     """Talk with a model.
 
@@ -252,7 +232,7 @@ def chat(model: Path, temperature: float, max_tokens: int, seed: int, system: st
 @click.argument("source")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
-@_debug_option
+@debug_option
 def import_(source: str, directory: Path, dtype: Dtype) -> None:
     """Write a Hugging Face directory from a model of another form.
 
@@ -271,9 +251,9 @@ def import_(source: str, directory: Path, dtype: Dtype) -> None:
 
 
 @tandem.command()
-@_recipe_argument
-@_overrides_argument
-@_debug_option
+@recipe_argument
+@overrides_argument
+@debug_option
 def config(recipe: Path, overrides: tuple[str, ...]) -> None:
     """Print every value of a recipe and its origin.
 
@@ -286,12 +266,12 @@ def config(recipe: Path, overrides: tuple[str, ...]) -> None:
     """
     from tandem.config import explain
 
-    click.echo("\n".join(explain(_load(recipe, overrides))))
+    click.echo("\n".join(explain(load(recipe, overrides))))
 
 
 @tandem.command()
 @click.argument("name", required=False)
-@_debug_option
+@debug_option
 def algos(name: str | None) -> None:
     """List the algorithms, or explain one.
 
@@ -311,7 +291,7 @@ def algos(name: str | None) -> None:
 
 @tandem.command()
 @click.argument("place", default="runs", type=click.Path(path_type=Path))
-@_debug_option
+@debug_option
 def runs(place: Path) -> None:
     """List the runs below a directory: where each stands, and what became of its held-out value.
 
@@ -333,7 +313,7 @@ def runs(place: Path) -> None:
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--samples", type=click.IntRange(0), default=4, show_default=True, help="So many of the last step's, best and worst.")
 @click.option("--metric", "metrics", multiple=True, help="A metric to show, and not the usual ones; repeatable.")
-@_debug_option
+@debug_option
 def show(run: Path, samples: int, metrics: tuple[str, ...]) -> None:
     """Show a run, also one that is going on: before and after, its curve, its metrics, its last samples.
 
@@ -352,7 +332,7 @@ def show(run: Path, samples: int, metrics: tuple[str, ...]) -> None:
 @tandem.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("key")
-@_debug_option
+@debug_option
 def why(run: Path, key: str) -> None:
     """Tell the life of one episode: who sampled it, what it got and why, and the step that trained on it or why none did.
 
@@ -373,7 +353,7 @@ def why(run: Path, key: str) -> None:
 
 
 @tandem.command()
-@_debug_option
+@debug_option
 def doctor() -> int:
     """Say what is installed, what this machine can do, and what each missing extra would bring.
 
@@ -388,129 +368,11 @@ def doctor() -> int:
     return int(any(finding.verdict == "wrong" for finding in findings))
 
 
-@tandem.group()
-def data() -> None:
-    """Look at data before it is trained on."""
-
-
-@data.command("check")
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--heldout", type=click.Path(path_type=Path), help="The held-out file: prompts that are in both are told.")
-@click.option("--column", "columns", multiple=True, metavar="OURS=THEIRS", help="As data.train.columns in a recipe; repeatable.")
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="A Hugging Face directory; lengths are then in tokens.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Count the prompts that are longer; needs --tokenizer.")
-@_debug_option
-def check_data(file: Path, heldout: Path | None, columns: tuple[str, ...], tokenizer: Path | None, max_tokens: int | None) -> None:
-    """Say what is understood of a data file.
-
-    FILE is a .jsonl, .parquet or .csv file. Shown are its columns, the first task as it is read, lengths, and what is twice.
-
-    \b
-    Examples:
-      tandem data check train.jsonl
-      tandem data check train.parquet --heldout test.parquet --tokenizer path/to/model --max-tokens 512
-      tandem data check train.csv --column prompt=question --column answer=solution
-    """
-    if max_tokens is not None and tokenizer is None:
-        raise ConfigError(f"--max-tokens {max_tokens} counts tokens: give --tokenizer a Hugging Face directory too")
-    if wrong := [column for column in columns if not all(column.partition("="))]:
-        raise ConfigError(f"--column {wrong[0]} is not of the form OURS=THEIRS, as in --column prompt=question")
-    from rich.console import Console
-
-    from tandem.data.check import inspect, show
-    from tandem.text.renderer import TemplateRenderer
-    from tandem.text.tokenizer import load_tokenizer
-
-    renderer = None if tokenizer is None else TemplateRenderer(load_tokenizer(tokenizer))
-    names = {ours: theirs for ours, _, theirs in (column.partition("=") for column in columns)}
-    train, other = (None if path is None else inspect(path, names, renderer, max_tokens) for path in (file, heldout))
-    assert train is not None
-    show(train, other, max_tokens, Console())
-
-
-@data.command("prepare")
-@click.argument("name")
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--train", type=click.Path(path_type=Path), help="A file of the data set's own layout, and not the hub's.")
-@click.option("--heldout", type=click.Path(path_type=Path), help="The same for the held-out split.")
-@_debug_option
-def prepare_data(name: str, directory: Path, train: Path | None, heldout: Path | None) -> None:
-    """Write a known data set as train.jsonl and heldout.jsonl.
-
-    NAME is gsm8k, math, aime, humaneval, mbpp or preferences. Without files it is fetched from the Hugging Face hub.
-
-    \b
-    Examples:
-      tandem data prepare gsm8k data/gsm8k
-      tandem data prepare mbpp data/mbpp --train mbpp-train.parquet --heldout mbpp-test.parquet
-    """
-    from tandem.data.prepare import PREPARATIONS, prepare
-
-    given = {split: path for split, path in (("train", train), ("heldout", heldout)) if path is not None}
-    for written in prepare(name, directory, given):
-        out = f"; {written.left_out} rows could not be used" if written.left_out else ""
-        click.echo(f"{written.tasks} tasks in {written.path}{out}")
-    if PREPARATIONS[name].reward is not None:
-        click.echo(f"judge them with reward.function={PREPARATIONS[name].reward}")
-
-
-@tandem.command()
-@_debug_option
-def sandbox() -> None:
-    """Say what the sandbox for generated code holds on this machine.
-
-    Small hostile programs are run in it, as the reward `code` does it. Exit code 2 where it cannot be had.
-    """
-    import asyncio
-
-    from tandem.sandbox.isolated import IsolatedSandbox
-    from tandem.sandbox.probe import probe
-
-    found = asyncio.run(probe(IsolatedSandbox(), str(Path(__file__).resolve())))
-    for finding in found:
-        click.echo(f"{'holds' if finding.held else 'DOES NOT HOLD':<14} {finding.name}")
-
-
-@tandem.group()
-def reward() -> None:
-    """Look at a reward before it is trained on."""
-
-
-@reward.command("check")
-@_recipe_argument
-@_overrides_argument
-@click.option(
-    "--answers", type=click.Path(path_type=Path), help="JSON lines with task (its id) and text, as a run's samples.jsonl."
-)
-@click.option("-n", "count", type=click.IntRange(1), default=8, show_default=True, help="Tasks to look at, from the first.")
-@_debug_option
-def check_reward(recipe: Path, overrides: tuple[str, ...], answers: Path | None, count: int) -> None:
-    """Judge sample answers by a recipe's reward.
-
-    RECIPE's section reward judges answers to tasks of data.train: those of --answers, or else of each task the reference
-    answer and an empty one. No model is loaded.
-
-    \b
-    Examples:
-      tandem reward check recipe.yaml
-      tandem reward check recipe.yaml reward.function=my_reward.py:compute_score
-      tandem reward check recipe.yaml --answers runs/mine/samples.jsonl -n 100
-    """
-    resolved = _load(recipe, overrides)
-    from rich.console import Console
-
-    from tandem.assemble.reward_check import check
-
-    check(resolved.value, answers, count, Console())
+for _group in (data, reward, sandbox):
+    tandem.add_command(_group)
 
 
 def _config_of(run: Path) -> Path:
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not the directory of a run: it has no config.yaml")
     return run / "config.yaml"
-
-
-def _load(path: Path, overrides: Sequence[str]) -> Resolved[Recipe]:
-    from tandem.recipe import load_recipe
-
-    return load_recipe(path, overrides)
