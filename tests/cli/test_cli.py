@@ -64,7 +64,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
 @pytest.fixture
 def run(launch: Launch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     def run(*arguments: str) -> tuple[int, str, str]:
-        code = cli.run(arguments, cli._Invocation())
+        code = cli.run(arguments, cli.Invocation())
         return code, *capsys.readouterr()
 
     return run
@@ -154,11 +154,11 @@ def test_the_hook_says_one_line_or_shows_the_traceback(capsys: pytest.CaptureFix
         raise ZeroDivisionError("division\nby zero")
     except ZeroDivisionError as error:
         caught = error
-    cli._unexpected(cli._Invocation())(type(caught), caught, caught.__traceback__)
+    cli._unexpected(cli.Invocation())(type(caught), caught, caught.__traceback__)
     first, second = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"error: unexpected ZeroDivisionError at .*test_cli\.py:\d+: division by zero", first)
     assert second == "run again with --debug to see the traceback"
-    cli._unexpected(cli._Invocation(debug=True))(type(caught), caught, caught.__traceback__)
+    cli._unexpected(cli.Invocation(debug=True))(type(caught), caught, caught.__traceback__)
     assert capsys.readouterr().err.startswith("Traceback (most recent call last)")
 
 
