@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-import math_verify  # pyright: ignore[reportMissingImports]  # pyright: ignore[reportMissingTypeStubs]
+import math_verify  # pyright: ignore[reportMissingTypeStubs]
 
 from tandem.rewards.functions import answer_of, judged
 from tandem.types import Episode, Task
