@@ -89,10 +89,13 @@ class Run:
 
 
 def came_to(run: Path) -> dict[str, Any]:
-    """`outcome`, without how many bytes a publish moves, which is the runtime's own affair."""
+    """`outcome`, without how many bytes a publish moves, which is the runtime's own affair, and without where the run is."""
     found = outcome(run)
     for line in (*found["metrics"], *found["warmup"]):
         line.pop("publish/bytes", None)
+    for line in found["samples"]:
+        if "reason" in line:
+            line["reason"] = line["reason"].replace(str(run.parent), "")
     return found
 
 
