@@ -42,7 +42,7 @@ CHAINS: dict[str, tuple[str, tuple[str, ...]]] = {
         "sync",
         here(
             *("update.before:11", "restore.before:1", "restore.models:1", "queue.before_restore:1"),
-            *("queue.after_restore:1", "restore.after:1", "publish.gather:2"),
+            *("queue.after_restore:1", "restore.after:1", "publish.send:2"),
         ),
     ),
     "the queue: places and rows": (

@@ -63,7 +63,6 @@ class ModelWorker:
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def weights(self) -> WeightPart:
         """See ports.WeightWorker."""
-        crash_point("publish.gather")
         shards = tuple(self.engine.weight_shards())
         return WeightPart(self.engine.layout(), shards, wire_hash(shards))
 
@@ -75,6 +74,7 @@ class ModelWorker:
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def send_weights(self, number: int, delta: bool, whole: bool) -> SentWeights | None:
         """See ports.WeightWorker."""
+        crash_point("publish.send")
         return await self._weights.send(number, delta=delta, whole=whole)
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
