@@ -240,7 +240,7 @@ def test_every_step_is_made_within_the_bound_whatever_happens(plan: Plan) -> Non
 
 @pytest.mark.slow
 @given(plans)
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=800, deadline=None)
 def test_the_same_of_thousands_of_schedules(plan: Plan) -> None:
     holds(plan)
 
