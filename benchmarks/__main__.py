@@ -125,7 +125,7 @@ better Tandem is than what it is held against, in turns of one run: at least `fl
                 parts.append(f"\n{row['case']}:\n\n| {curve['x']} | {curve['y']} |\n|---|---|")
                 parts += [f"| {x:,} | {y:,} |" for x, y in curve["points"]]
         parts.append("")
-    return "\n".join(parts)
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def main() -> int:
