@@ -27,7 +27,7 @@ def test_the_run_s_directory(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
     assert names == {
         "config.yaml", "metrics.jsonl", "samples.jsonl", "journal.jsonl", "summary.json", "curve.png",
-        "tensorboard", "snapshots", "final", "warmup",
+        "tensorboard", "snapshots", "final", "warmup", "trace.json",
     }  # fmt: skip
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((run / "tensorboard").glob("events.*"))

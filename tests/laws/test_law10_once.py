@@ -141,7 +141,7 @@ _restore = Ledger.restore
 
 def _restore_without_rows(self: Ledger, directory: Path) -> None:
     _restore(self, directory)
-    self._groups, self._blocks = {}, {}
+    self._groups, self._waiting, self._blocks = {}, {}, {}
 
 
 def _restore_gate_alone(self: Any, state: Mapping[str, Any]) -> None:
