@@ -233,11 +233,12 @@ def test_what_was_put_after_a_snapshot_is_offered_again_and_what_is_of_lost_weig
         for _ in range(2):  # killed before the next snapshot, it is the same again
             resumed = opened(tmp_path)
             await resumed.restore("s1", tmp_path / "s1", PolicyRef(incarnation=1, version=4))
-            drops = {name: metric.value for name, metric in resumed.metrics().items() if name.startswith("dropped")}
-            assert drops == {"dropped/lost_policy": 2, "dropped/abort": 1}
+            metrics = resumed.metrics().values_by_name()
+            assert {name: metrics[name] for name in metrics if "dropped" in name} == {"dropped/lost_policy": 2, "dropped/abort": 1}
+            assert metrics["offered_again"] == 5
             assert await offered(resumed) == [1, 2, 3]
             assert [len(await resumed.reserve(group(ordinal), 2)) for ordinal in range(1, 7)] == [0, 0, 0, 2, 2, 0]
-            await resumed.reserve(group(7), 2)
+            assert len(await resumed.reserve(group(7), 2)) == 2  # has no rows and none after it, so that it is new each time
             await resumed.close()
 
         await resumed_to_the_end(tmp_path)

@@ -12,11 +12,13 @@ do so again. A queue that is opened again and not restored offers all that was n
 
 A restore keeps law 10 so: what a version later than the snapshot's policy sampled is of weights that are lost, and its group is
 open again; so is a group that was dropped as a whole, since what was logged of that is lost; what was put after a snapshot that
-is older than the last committed one is dropped, since a part of it is gone.
+is older than the last committed one is dropped, since a part of it is gone. Metric `offered_again` counts the rows that are, and
+`dropped/lost_policy` and `dropped/lost_snapshot` those that are not.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -35,7 +37,7 @@ from tandem.queue.encoding import decode, encode
 from tandem.queue.ledger import Ledger
 from tandem.queue.log import Facts, Log, Record
 from tandem.queue.memory import MemoryQueue, QueueConfig
-from tandem.types import GroupKey, Key, PolicyRef
+from tandem.types import GroupKey, Key, Metrics, PolicyRef
 
 _POSITION = "log.json"
 
@@ -100,8 +102,10 @@ class DurableQueue(MemoryQueue):
         await super().put(rows)
         for group, data in parts:
             self._append("put", group, data)
-        with self._timed("put"):
-            await self._log.flush()
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        await self._log.flush()
+        self._note_wait("put", clock() - began_s)
 
     async def drop(self, places: Collection[Key], reason: str) -> None:
         await super().drop(places, reason)
@@ -157,6 +161,8 @@ class DurableQueue(MemoryQueue):
             later = [entry for entry in entries if entry.number > position]
             undone, counts = _replay(later, ledger, policy, again=True)
             gone |= undone
+            again = sum(len(entry.rows) for entry in later if entry.rows is not None and entry.number not in undone)
+            self._noted += Metrics.sum({"offered_again": again})
         else:
             gone = {entry.number for entry in entries}
             counts = sum((Counter(entry.counts) for entry in entries), Counter[str]())
@@ -236,16 +242,21 @@ def _replay(
 ) -> tuple[set[int], Counter[str]]:
     """Does once more what the log says. Returns the numbers of what was left out, and rows that were dropped with it, by reason.
 
-    policy: rows of later versions are left out. again: groups that were dropped as a whole are, too, to be filled once more.
+    policy: rows of later versions are left out. again: what has no row will be filled once more, so that groups that were dropped
+    as a whole are left out, and groups after the last one with rows, which keep nobody's place.
     """
     lost = {entry.group for entry in entries if policy is not None and entry.is_after(policy)}
+    filled = {entry.group for entry in entries if entry.rows is not None} - lost
+    last = {group.space: group.ordinal for group in sorted(group for group in filled if group is not None)}
     left_out, counts = set[int](), Counter[str]()
     drops: dict[GroupKey, list[_Entry]] = {}
     for entry in entries:
         ledger.count(entry.counts)
         if entry.group is None:
             continue
-        if entry.n:
+        if entry.n and again and entry.group.ordinal > last.get(entry.group.space, -1):
+            left_out.add(entry.number)
+        elif entry.n:
             ledger.reserve(entry.group, entry.n)
         elif entry.group in lost:
             left_out.add(entry.number)

@@ -9,9 +9,7 @@ not outlive its process except through `save`, which the snapshot store makes at
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +22,7 @@ from tandem.data_proto import DataProto, Join
 from tandem.errors import QueueError, StalledError
 from tandem.ports import Consumer, Lease
 from tandem.queue.ledger import Ledger
-from tandem.types import GroupKey, Key, Metrics, PolicyRef
+from tandem.types import GroupKey, Key, Metric, Metrics, PolicyRef
 
 T = TypeVar("T")
 
@@ -54,7 +52,8 @@ class MemoryQueue:
     def __init__(self, config: QueueConfig | None = None, *, join: Join = torch.cat) -> None:
         self._config = config or QueueConfig()
         self._join = join
-        self._waits = Metrics()
+        self._waited: dict[str, tuple[float, int]] = {}  # seconds and calls, by method, since metrics were asked for
+        self._noted = Metrics()
         self._next_change = asyncio.Event()
         self._last_change_s = 0.0
 
@@ -70,8 +69,9 @@ class MemoryQueue:
         def room() -> bool | None:
             return True if group in self._ledger or self._ledger.num_groups < self._config.max_groups else None
 
-        with self._timed("reserve"):
-            await self._wait(room, lambda: f"group {group} waits for room in the queue (max_groups {self._config.max_groups})")
+        await self._wait(
+            "reserve", room, lambda: f"group {group} waits for room in the queue (max_groups {self._config.max_groups})"
+        )
         places = self._ledger.reserve(group, n)
         self._changed()
         return places
@@ -104,8 +104,7 @@ class MemoryQueue:
                 wanted = f"whole groups that lack {' or '.join(sorted(lacking))}"
             return f"consumer {consumer.name!r} (incarnation {consumer.incarnation}) waits for {wanted}"
 
-        with self._timed("take"):
-            found = await self._wait(lease, who, columns)
+        found = await self._wait("take", lease, who, columns)
         self._changed()
         return found
 
@@ -144,14 +143,13 @@ class MemoryQueue:
         """Nothing to put away."""
 
     def metrics(self) -> Metrics:
-        waits, self._waits = self._waits, Metrics()
-        return self._ledger.metrics() + waits
+        waited = Metrics({f"{call}_time_s": Metric(seconds, calls) for call, (seconds, calls) in self._waited.items()})
+        noted, self._noted, self._waited = self._noted, Metrics(), {}
+        return self._ledger.metrics() + waited + noted
 
-    @contextmanager
-    def _timed(self, call: str) -> Generator[None]:
-        began_s = time.perf_counter()
-        yield
-        self._waits += Metrics.mean({f"{call}_time_s": time.perf_counter() - began_s})
+    def _note_wait(self, call: str, seconds: float) -> None:
+        total, calls = self._waited.get(call, (0.0, 0))
+        self._waited[call] = total + seconds, calls + 1
 
     def _changed(self) -> None:
         """Everybody who waits looks again, once, however often it changes before they do."""
@@ -159,7 +157,9 @@ class MemoryQueue:
         self._next_change.set()
         self._next_change = asyncio.Event()
 
-    async def _wait(self, look: Callable[[], T | None], who: Callable[[], str], columns: frozenset[str] = frozenset()) -> T:
+    async def _wait(
+        self, call: str, look: Callable[[], T | None], who: Callable[[], str], columns: frozenset[str] = frozenset()
+    ) -> T:
         """Until `look` finds something. Raises StalledError after `stall_limit_s` in which nothing changed."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
@@ -176,4 +176,5 @@ class MemoryQueue:
                     await self._next_change.wait()
             except TimeoutError:
                 continue
+        self._note_wait(call, clock() - began_s)
         return found
