@@ -7,6 +7,7 @@
       tensorboard/     curve.png  summary.json    trace.json      what ran when; final/: a Hugging Face directory
       initial/         the policy as the main phase begins, where a worker begins as a copy of it
       logs/            what worker processes wrote, if there are any
+      queue/           rows that outlive their process, with queue=durable
       warmup/          metrics, snapshots and TensorBoard of the warm-up, if there is one
 
 Both phases are the same: restore the last good snapshot if there is one, run the loop, and leave a snapshot behind.
@@ -89,8 +90,8 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun
             journal = stack.enter_context(closing(Journal(directory / "journal.jsonl")))
             rollout = await stack.enter_async_context(open_rollout(recipe, model, journal))
         heldout = _heldout(recipe, model) if rollout is not None and recipe.reward is not None else None
-        phase = main_phase(recipe, model, rollout, directory / "logs")
-        first = warmup_phase(recipe, model, directory / "warmup" / "logs") if recipe.warmup is not None else None
+        phase = main_phase(recipe, model, rollout, directory)
+        first = warmup_phase(recipe, model, directory / "warmup") if recipe.warmup is not None else None
         initial, copies = directory / "initial", phase.roles.copies
         if resume and copies and steps_done(recipe) and not initial.is_dir():
             raise ConfigError(
@@ -155,7 +156,10 @@ class _PhaseRun:
             phase.model.save(initial)
         async with phase.workers, aclosing(phase.checkpoint):
             await phase.begin(initial)
-            await self._run()
+            try:
+                await self._run()
+            finally:
+                await phase.queue.close()
             await phase.current()
 
     async def _run(self) -> None:
@@ -220,6 +224,7 @@ class _PhaseRun:
                 self.console.print(f"{self.phase.name}: there is no snapshot yet, starting over", markup=False)
             self.trackers.restore({})
             self.samples.restore({})
+            await self.phase.queue.restore("", None, self.phase.source.policy)
             return
         crash_point("restore.before")
         for warning in snapshot.warnings:
@@ -229,8 +234,8 @@ class _PhaseRun:
         for role in self.phase.roles.saved:
             await role.workers.call(ModelWorker.load, snapshot.part(role.name).resolve())
         crash_point("restore.models")
-        await self.phase.queue.restore(str(snapshot.step), snapshot.part("queue"))
         self.phase.source.restore(json.loads((snapshot.part("queue") / _SOURCE).read_text()))
+        await self.phase.queue.restore(str(snapshot.step), snapshot.part("queue"), self.phase.source.policy)
         self.phase.kl.restore(state["kl"])
         self.trackers.restore(state["trackers"])
         self.samples.restore(state["samples"])
@@ -333,7 +338,7 @@ async def _measure(recipe: Recipe, console: Console) -> None:
 async def _heldout_loss(recipe: Recipe, heldout: DatasetSection, model: Model) -> HeldOutLoss | None:
     """What measures the objective of a dataset, without the data that it is trained on."""
     here = replace(recipe, data=replace(recipe.data, train=heldout), runtime=RuntimeConfig())
-    phase, initial = main_phase(here, model, None, recipe.run.directory / "logs"), recipe.run.directory / "initial"
+    phase, initial = main_phase(here, model, None, recipe.run.directory), recipe.run.directory / "initial"
     if (copied := phase.roles.copies) and not initial.is_dir():
         name = copied[0].name
         raise ConfigError(f"{name} is the policy as the run began, and there is no {initial}: give {name}.path its directory")
@@ -348,10 +353,10 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
     async with AsyncExitStack() as stack:
         rollout = None if from_dataset(recipe) else await stack.enter_async_context(open_rollout(recipe, model))
         _heldout(recipe, model)
-        logs = recipe.run.directory / "logs"
-        phases = [main_phase(recipe, model, rollout, logs)]
+        directory = recipe.run.directory
+        phases = [main_phase(recipe, model, rollout, directory)]
         if recipe.warmup is not None:
-            phases.insert(0, warmup_phase(recipe, model, logs))
+            phases.insert(0, warmup_phase(recipe, model, directory / "warmup"))
         for phase in phases:
             first = f"{phase.ahead}, as groups complete; " if phase.ahead.stages else ""
             steps = f"{phase.name:<8} {phase.steps} steps of {phase.algorithm.name}"

@@ -32,7 +32,7 @@ def planned(tmp_path: Path, *overrides: str, exact: bool = True) -> list[str]:
 
     async def stages() -> list[str]:
         async with open_rollout(recipe, model) as rollout:
-            return [stage.name for stage in main_phase(recipe, model, rollout, tmp_path / "logs").plan.stages]
+            return [stage.name for stage in main_phase(recipe, model, rollout, tmp_path).plan.stages]
 
     return asyncio.run(stages())
 

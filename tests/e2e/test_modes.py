@@ -78,6 +78,11 @@ def test_a_mode_overlaps_within_its_staleness(mode: str, staleness: int, tmp_pat
         (["trainer.mode=colocate_async", "trainer.window=1"], "say what becomes of them"),
         (["trainer.mode=colocate_async", "trainer.window=1", "trainer.too_old=correct"], "grpo does not correct for it"),
         (["trainer.mode=colocate_async", "rollout.spare_groups=1"], "spare_groups=1 is of trainer.mode=sync"),
+        (["queue=durable", "rollout.spare_groups=1"], "set rollout.spare_groups=0, or queue.name=memory"),
+        (
+            ["queue=durable", "trainer.mode=colocate_async", "trainer.window=1", "trainer.too_old=drop"],
+            "set trainer.window=0, or queue.name=memory",
+        ),
         (["rollout.enough_episodes=1"], "enough_episodes=1 is below the 2 episodes that grpo compares"),
         (["trainer.mode=colocate_async", "trainer.staleness=9999"], "queue.max_groups=4096 is below the 20000 groups"),
     ],

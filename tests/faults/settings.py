@@ -57,6 +57,7 @@ SETTINGS = {
     setting.name: setting
     for setting in (
         Setting("sync", ()),
+        Setting("durable", ("queue=durable", "trainer.snapshot_every=2")),
         Setting("roles", _PPO),
         Setting("ranks", (*_PPO, "runtime=process", "runtime.pools={trainer: 2, reference: 1}")),
         Setting("ray", (*_PPO, "runtime=ray"), environment={"RAY_ADDRESS": "local"}),
@@ -64,6 +65,13 @@ SETTINGS = {
         Setting(
             "separate_async",
             ("trainer.mode=separate_async", "trainer.staleness=2", _TIS, "runtime=process", "runtime.pools={trainer: 1}"),
+            exact=False,
+            staleness=2,
+            reward=SLOW,
+        ),
+        Setting(
+            "durable_async",
+            ("queue=durable", "trainer.snapshot_every=3", "trainer.mode=colocate_async", "trainer.staleness=2", _TIS),
             exact=False,
             staleness=2,
             reward=SLOW,

@@ -114,7 +114,7 @@ def test_the_update_is_offered_no_group_that_lacks_the_column(monkeypatch: pytes
 
     async def scenario() -> None:
         async def late(*arguments: Any) -> None:
-            while len(made.source._done) < 2:  # noqa: ASYNC110
+            while made.queue.metrics()["rows"].value < 2 * SMALL.group_size:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0.01)
             await run_ahead(*arguments)

@@ -210,7 +210,7 @@ async def check_batch(
             assert len(trained) == sum(policy.version - version <= timing.staleness for version in versions)
         found[key] = (part["tokens"].tolist(), [(ref.version, count) for ref, count in runs])
     gate = built.source._intake._gate
-    under_way = {*built.source._running, *built.source._done}
+    under_way = {*built.source._running, *built.source._waiting}
     consumed = policy.version * config.groups_per_step
     assert gate._admitted - gate._returned == consumed + len(under_way), "every slot is a group's, or was given back"
     assert len(under_way) <= timing.in_flight(config.groups_per_step) + config.spare_groups

@@ -20,6 +20,7 @@ from tandem.errors import ConfigError, PlanError
 from tandem.models.decoder import Decoder
 from tandem.models.values import ValueModel, value_model_on
 from tandem.ports import CheckpointEngine, WorkerGroup
+from tandem.queue.durable import DurableQueue
 from tandem.queue.memory import MemoryQueue
 from tandem.recipe import DatasetSection, Recipe
 from tandem.rewards.model import ModelReward
@@ -108,20 +109,20 @@ def algorithm(recipe: Recipe) -> Algorithm:
     return configure(recipe.algorithm.name, recipe.algorithm.params)
 
 
-def warmup_phase(recipe: Recipe, model: Model, logs: Path) -> Phase:
-    """logs: a directory for what worker processes write."""
+def warmup_phase(recipe: Recipe, model: Model, directory: Path) -> Phase:
+    """directory: of the phase's files."""
     warmup = recipe.warmup
     assert warmup is not None
     sft, num = configure("sft"), warmup.rows_per_step
     pool = "policy" if "policy" in recipe.runtime.pools else "trainer"
     alone = replace(recipe, runtime=replace(recipe.runtime, pools={pool: recipe.runtime.pools.get(pool, 1)}))
     return _dataset_phase(
-        alone, model, logs, (), "warmup", warmup.data, None, sft, warmup.steps, num, warmup.train, LearnerConfig()
+        alone, model, directory, (), "warmup", warmup.data, None, sft, warmup.steps, num, warmup.train, LearnerConfig()
     )
 
 
-def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path) -> Phase:
-    """rollout: what generates; None where nothing does. logs: a directory for what worker processes write.
+def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory: Path) -> Phase:
+    """rollout: what generates; None where nothing does. directory: of its files.
 
     Raises ConfigError for a batch that could never be trained on.
     """
@@ -131,7 +132,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
         return _dataset_phase(
             recipe,
             model,
-            logs,
+            directory,
             (rollout.engine,) if rollout is not None else (),
             "train",
             recipe.data.train,
@@ -151,8 +152,8 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
         )
     in_flight = timing.in_flight(recipe.rollout.groups_per_step) + spare
     _check_room(recipe, in_flight, "rollout.groups_per_step, rollout.spare_groups and trainer.staleness")
-    queue = MemoryQueue(recipe.queue, join=joining(recipe.runtime))
-    workers = Workers(recipe.runtime, queue, logs)
+    queue = _rollout_queue(recipe, directory)
+    workers = Workers(recipe.runtime, queue, directory / "logs")
     roles = build_roles(recipe, model, chosen, workers, _updates(recipe.trainer.steps, recipe.learner))
     if roles.warmup_steps >= recipe.trainer.steps:
         raise ConfigError(
@@ -208,10 +209,25 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, logs: Path
         kl=kl,
         queue=queue,
         workers=workers,
-        checkpoint=build_checkpoint(recipe, model, logs),
+        checkpoint=build_checkpoint(recipe, model, directory / "logs"),
         engines=(rollout.engine,),
         notes=notes(dataset),
     )
+
+
+def _rollout_queue(recipe: Recipe, directory: Path) -> MemoryQueue:
+    """directory: of the phase's files. What a durable queue offers again is taken in strict order of admission."""
+    join = joining(recipe.runtime)
+    if recipe.queue.name == "memory":
+        return MemoryQueue(recipe.queue, join=join)
+    passing_over = {"trainer.window": recipe.trainer.window, "rollout.spare_groups": recipe.rollout.spare_groups}
+    for name, groups in passing_over.items():
+        if groups:
+            raise ConfigError(
+                f"{name}={groups} lets groups be passed over, and queue.name=durable gives back what outlived a process in order: "
+                f"set {name}=0, or queue.name=memory"
+            )
+    return DurableQueue(directory / "queue", recipe.queue, join=join)
 
 
 def _planned(needs: frozenset[str], have: frozenset[str], stages: Sequence[BatchStage], chosen: Algorithm) -> Plan:
@@ -300,7 +316,7 @@ def _updates(steps: int, learner: LearnerConfig) -> int:
 def _dataset_phase(
     recipe: Recipe,
     model: Model,
-    logs: Path,
+    directory: Path,
     engines: tuple[NativeEngine, ...],
     name: str,
     data: DatasetSection,
@@ -323,7 +339,7 @@ def _dataset_phase(
     maker = (Comparisons if form == "pairs" else Demonstrations)(model.renderer, recipe.engine.max_context)
     _check_room(recipe, tasks_per_step, "warmup.rows_per_step" if name == "warmup" else "rollout.groups_per_step and group_size")
     queue = MemoryQueue(recipe.queue, join=joining(recipe.runtime))
-    workers = Workers(recipe.runtime, queue, logs)
+    workers = Workers(recipe.runtime, queue, directory / "logs")
     dataset = build_dataset(data, "train", seed_of(recipe.seed, "demonstrations"), model.renderer, form)
     source = DatasetSource(
         dataset=dataset,
@@ -360,7 +376,7 @@ def _dataset_phase(
         kl=KLControls(chosen),
         queue=queue,
         workers=workers,
-        checkpoint=build_checkpoint(recipe, model, logs),
+        checkpoint=build_checkpoint(recipe, model, directory / "logs"),
         engines=engines,
         heldout=measured,
         notes=notes(dataset, tasks),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 
@@ -29,10 +29,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class QueueConfig:
-    """max_groups: groups that may be in the queue at once, leased ones included; `reserve` waits for room.
+    """name: memory, which lives as long as its process and is saved with each snapshot; durable, whose finished groups outlive the
+    process, in the directory of the run (rows of a dataset, which are made again from it, stay in memory).
+    max_groups: groups that may be in the queue at once, leased ones included; `reserve` waits for room.
     stall_limit_s: how long `take` and `reserve` wait while nothing at all changes; longer than the slowest group takes.
     """
 
+    SHORTHAND: ClassVar[str] = "name"
+
+    name: Literal["memory", "durable"] = "memory"
     max_groups: int = 4096
     stall_limit_s: float = 600.0
 

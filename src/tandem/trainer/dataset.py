@@ -152,7 +152,7 @@ class DatasetSource:
         while True:
             self._intake.open()
             while self._intake.is_open:
-                group = await self._intake.admit(self._maker.places)
+                group, _ = await self._intake.admit(self._maker.places)
                 await self._queue.put(task_rows(self._dataset, self._order.position(group.ordinal), self._maker, group))
             yield self._intake.hand_out(await self._intake.take())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import cast
 
 from tandem.data_proto import DataProto
@@ -11,7 +11,9 @@ from tandem.ports import Consumer, Lease, TransferQueue
 from tandem.trainer.gate import Gate
 from tandem.trainer.schedule import Schedule
 from tandem.trainer.staleness import Runs, by_length, histogram, too_old, without_old_tokens
-from tandem.types import BatchRef, GroupKey, Json, Metrics, PolicyRef
+from tandem.types import BatchRef, GroupKey, Json, Key, Metrics, PolicyRef
+
+Forget = Callable[[Sequence[Key]], Awaitable[None]]
 
 
 class Intake:
@@ -61,23 +63,28 @@ class Intake:
             raise RunError("a batch was asked for before advance() gave the last one back")
         self._gate.advance(self.policy.version)
 
-    async def admit(self, places: int) -> GroupKey:
-        """The next group, once the gate lets it in and its places are reserved. Nothing gives way after the reservation."""
+    async def admit(self, places: int) -> tuple[GroupKey, tuple[Key, ...]]:
+        """The next group, once the gate lets it in and its places are reserved, and those of them that are open: none where its
+        rows came back with the queue. Nothing gives way after the reservation.
+        """
         await self._gate.opened()
         group = GroupKey(self.space, self._next)
-        await self._queue.reserve(group, places)
+        places_open = await self._queue.reserve(group, places)
         self._gate.admit()
         self._next += 1
-        return group
+        return group, places_open
 
     def give_back(self) -> None:
         """A group was dropped: its slot is free."""
         self._gate.give_back()
 
-    async def take(self, forget: Callable[[GroupKey], None] = lambda group: None) -> Lease:
-        """The next batch, in which no token is older than the schedule says; `forget` hears of each group that is dropped for it.
+    async def take(self, forget: Forget | None = None) -> Lease:
+        """The next batch, in which no token is older than the schedule says; `forget` is given the rows of each group that is
+        dropped for it, before it is.
 
-        Raises StalledError, by the queue's limit; StalenessError where strict order left an older one, which is a fault.
+        Groups that an earlier process finished after the snapshot that this one goes on from were admitted by its gate, and may
+        be too old by this one's: they are dropped, too. Raises StalledError, by the queue's limit; StalenessError where strict
+        order left an older one of this process, which is a fault.
         """
         consumer, now, worst = Consumer("learner", self.policy.incarnation), self.policy.version, self._schedule.worst_age
         window = self._schedule.window + self._spare
@@ -86,25 +93,33 @@ class Intake:
             old = [] if worst is None else too_old(lease.ref, now, worst)
             if old:
                 self._metrics += by_length(lease.ref.lengths[row] for row in old)
-            if old and self._schedule.too_old == "drop":
-                await self._drop(lease, {lease.ref.keys[row].group for row in old}, forget)
-                continue
             if old and self._schedule.too_old == "mask" and worst is not None:
                 await self._mask(lease.ref.select(old), now, worst)
             elif old:
-                raise StalenessError(
-                    f"row {lease.ref.keys[old[0]]} was sampled by {lease.ref.policies[old[0]]} and would be trained on by "
-                    f"{self.policy}: its age is above {worst}, the bound of mode {self._schedule.mode}"
-                )
+                for row in old:
+                    self._check_came_back(lease.ref, row)
+                await self._drop(lease, {lease.ref.keys[row].group for row in old}, forget)
+                continue
             if self._spare:
                 self._gate.close()
             return lease
 
-    async def _drop(self, lease: Lease, groups: set[GroupKey], forget: Callable[[GroupKey], None]) -> None:
+    def _check_came_back(self, ref: BatchRef, row: int) -> None:
+        """Of a row that is too old: it is to be dropped, or of an earlier process."""
+        policy = ref.policies[row]
+        if self._schedule.too_old != "drop" and policy is not None and policy.incarnation == self.policy.incarnation:
+            raise StalenessError(
+                f"row {ref.keys[row]} was sampled by {policy} and would be trained on by {self.policy}: its age is above "
+                f"{self._schedule.worst_age}, the bound of mode {self._schedule.mode}"
+            )
+
+    async def _drop(self, lease: Lease, groups: set[GroupKey], forget: Forget | None) -> None:
         await self._queue.release(lease)
         for group in sorted(groups):
-            await self._queue.drop({key.place for key in lease.ref.keys if key.group == group}, "too_old")
-            forget(group)
+            rows = [key for key in lease.ref.keys if key.group == group]
+            if forget is not None:
+                await forget(rows)
+            await self._queue.drop({key.place for key in rows}, "too_old")
             self._gate.give_back()
         self._metrics += Metrics.sum({"staleness/dropped_groups": len(groups)})
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -109,12 +109,8 @@ class _Cohort:
         return [episode for episode in self.judged if episode.reward is None or episode.reward.ok]
 
 
-class _Done(NamedTuple):
-    """Of a group whose rows are in the queue: what is logged with the step that trains on it."""
-
-    records: list[dict[str, Json]]
-    metrics: Metrics
-    members: list[int]  # of the episodes that have rows
+_LOG = "group_log"
+"""Object column: what is logged of a group with the step that trains on it, in its first row: it goes where the rows go."""
 
 
 class RolloutSource:
@@ -169,9 +165,9 @@ class RolloutSource:
         self._intake = Intake(queue, space, config.groups_per_step, schedule, policy, taken, spare=config.spare_groups)
         self._running: set[GroupKey] = set()  # admitted, and neither put nor dropped
         self._sampled: dict[GroupKey, asyncio.Task[None]] = {}  # of those, whose episodes are not all judged
+        self._waiting: dict[GroupKey, Sequence[Key]] = {}  # rows that are put and not trained on, by this source's account
         self._tally = _Tally()
         self._metrics = Metrics()
-        self._done: dict[GroupKey, _Done] = {}  # of groups that are put and not consumed
         self._dropped: list[dict[str, Json]] = []  # records of groups that were dropped since the last step
         self.settled: tuple[Mapping[str, Json], ...] = ()
         """Records of the episodes that the last step trained on, in key order, with their credit, and of groups dropped since."""
@@ -190,11 +186,13 @@ class RolloutSource:
             while True:
                 self._intake.open()
                 lease = await self._take(behind)
-                if self._config.spare_groups:
-                    await self._cut(lease.ref.groups)
                 if self._schedule.staleness:
                     self._metrics += Metrics.sum({"rollout/carried_groups": len(self._running)})
-                self._tally = _Tally()
+                if self._config.spare_groups:
+                    await self._cut(lease.ref.groups)
+                    self._tally = _Tally()
+                else:
+                    self._tally = self._tally.after(max(group.ordinal for group in lease.ref.groups))
                 yield self._intake.hand_out(lease)
         finally:
             for task in behind:
@@ -205,12 +203,14 @@ class RolloutSource:
         metrics, self._metrics = self._metrics, Metrics()
         leased = self._intake.leased
         told = await credit(self._queue, leased, self._tells)
-        done = [self._done.pop(group) for group in leased.groups]
-        trained = [record | told.get(Key.parse(str(record["key"])), {}) for each in done for record in each.records]
+        logs = await self._logs(leased.keys)
+        trained = [record | told.get(Key.parse(str(record["key"])), {}) for log in logs for record in log["records"]]
         self.settled, self._dropped = (*trained, *self._dropped), []
         self.spans, idle_s = self._timeline.take()
         metrics += Metrics.sum({"time/generation_idle_s": idle_s})
-        return sum((each.metrics for each in done), metrics) + await self._intake.advance(policy)
+        for group in leased.groups:
+            self._waiting.pop(group, None)
+        return sum((Metrics.restored(log["metrics"]) for log in logs), metrics) + await self._intake.advance(policy)
 
     @asynccontextmanager
     async def training(self) -> AsyncGenerator[None]:
@@ -234,27 +234,23 @@ class RolloutSource:
     def state(self) -> dict[str, Json]:
         """To be read right after the queue's `save`, with nothing awaited in between: the two belong together."""
         running: list[Json] = [group.ordinal for group in sorted(self._running)]
-        done: list[Json] = [
-            [group.ordinal, [*each.records], each.metrics.state(), [*each.members]] for group, each in self._done.items()
-        ]
+        waiting: list[Json] = [str(key) for rows in self._waiting.values() for key in rows]
         return {
             **self._intake.state(),
             "running": running,
-            "done": done,
+            "waiting": waiting,
             "dropped": [*self._dropped],
             "metrics": self._metrics.state(),
             "tally": self._tally.state(),
         }
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Groups that were running start again: the restored queue holds their places, their keys their randomness."""
+        """Groups that were running start again, unless their rows are in the restored queue: their keys are their randomness."""
         self._intake.restore(state)
         self._running = {GroupKey(self._intake.space, ordinal) for ordinal in cast("list[int]", state["running"])}
-        done = cast("list[tuple[int, list[dict[str, Json]], dict[str, Json], list[int]]]", state["done"])
-        self._done = {
-            GroupKey(self._intake.space, ordinal): _Done(records, Metrics.restored(metrics), members)
-            for ordinal, records, metrics, members in done
-        }
+        self._waiting = {}
+        for key in map(Key.parse, cast("list[str]", state["waiting"])):
+            self._waiting[key.group] = (*self._waiting.get(key.group, ()), key)
         self._dropped = cast("list[dict[str, Json]]", state["dropped"])
         self._metrics = Metrics.restored(cast("Mapping[str, Json]", state["metrics"]))
         self._tally = _Tally.restored(cast("Mapping[str, Json]", state["tally"]))
@@ -265,11 +261,18 @@ class RolloutSource:
         """Runs groups as the gate lets them in, until it is cancelled or one of them fails."""
         async with asyncio.TaskGroup() as groups:
             for group in sorted(self._running):
-                self._sampled[group] = groups.create_task(self._group(group), name=f"group {group}")
+                self._start(group, await self._queue.reserve(group, self._config.group_size), groups)
             while True:
-                group = await self._intake.admit(self._config.group_size)
-                self._running.add(group)
-                self._sampled[group] = groups.create_task(self._group(group), name=f"group {group}")
+                self._start(*await self._intake.admit(self._config.group_size), groups)
+
+    def _start(self, group: GroupKey, places: Collection[Key], groups: asyncio.TaskGroup) -> None:
+        """places: that are open; none where the rows came back with the queue, from before this process."""
+        if places:
+            self._running.add(group)
+            self._sampled[group] = groups.create_task(self._group(group), name=f"group {group}")
+        else:
+            self._running.discard(group)
+            self._tally.good[group.ordinal] = self._config.group_size
 
     async def _cut(self, taken: Collection[GroupKey]) -> None:
         """Ends and drops all groups but those of the batch, so that the next step begins with its own."""
@@ -277,22 +280,28 @@ class RolloutSource:
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)  # an error ends admission, and is raised there
-        members = {group: [*range(self._config.group_size)] for group in self._running}
-        members |= {group: done.members for group, done in self._done.items() if group not in taken}
-        for group in sorted(members):
-            await self._queue.drop([Key(*group, member) for member in members[group]], "cut")
+        places = {group: [Key(*group, member) for member in range(self._config.group_size)] for group in self._running}
+        for group, rows in list(self._waiting.items()):
+            if group not in taken:
+                await self._forget(rows, "cut")
+                places[group] = sorted({key.place for key in rows})
+        for group in sorted(places):
+            await self._queue.drop(places[group], "cut")
             self._running.discard(group)
             self._sampled.pop(group, None)
-            if group in self._done:
-                self._forget(group, "cut")
             self._intake.give_back()
-        self._metrics += Metrics.sum({"rollout/cut_groups": len(members)})
+        self._metrics += Metrics.sum({"rollout/cut_groups": len(places)})
 
-    def _forget(self, group: GroupKey, reason: str = "too_old") -> None:
-        """A group that is done is not trained on."""
-        done = self._done.pop(group)
-        self._metrics += done.metrics + Metrics.sum({"rollout/dropped_groups": 1})
-        self._dropped += [_why(reason) | record for record in done.records]
+    async def _forget(self, rows: Sequence[Key], reason: str = "too_old") -> None:
+        """A group that is done will not be trained on: its rows are to be dropped."""
+        self._waiting.pop(rows[0].group, None)
+        for log in await self._logs(rows):
+            self._metrics += Metrics.restored(log["metrics"]) + Metrics.sum({"rollout/dropped_groups": 1})
+            self._dropped += [_why(reason) | record for record in log["records"]]
+
+    async def _logs(self, rows: Sequence[Key]) -> list[Any]:
+        """Of each group of these rows, in order: `records` of its episodes, and the state of its `metrics`."""
+        return [log for log in (await self._queue.get(rows, frozenset({_LOG}))).objects(_LOG) if log is not None]
 
     def _stages(self) -> list[asyncio.Task[None]]:
         """What runs ahead of the batch, until it is cancelled or fails."""
@@ -330,7 +339,9 @@ class RolloutSource:
         lacks = "greedy_failed" if greedy is not None and not greedy.good else ""
         outcome = verdict(cohort.judged, cohort.dropped, min_episodes=self._min_episodes, keep=self._keep, lacks=lacks)
         crash_point("rollout.before_put")
-        # From here to the end no other task runs, so a snapshot sees the group either running or done.
+        # Until the rows are in the queue no other task runs, so a snapshot sees the group either running or done.
+        self._running.discard(group)
+        self._tally.count(group, cohort, greedy, outcome)
         for place, reason in outcome.dropped.items():
             await self._queue.drop([place], reason)
         metrics = group_metrics(cohort.episodes, cohort.judged, outcome)
@@ -339,16 +350,13 @@ class RolloutSource:
         records = [self._record(episode) | _why(outcome.dropped.get(episode.key)) for episode in cohort.ended]
         if outcome.kept:
             rows, of_shaping = self._rows(outcome.kept, greedy)
-            await self._queue.put(rows)
+            log = {"records": records, "metrics": (metrics + of_shaping).state()}
+            self._waiting[group] = rows.keys
+            await self._queue.put(rows.with_columns(objects={_LOG: [log, *[None] * (len(rows) - 1)]}))
             crash_point("rollout.after_put")
-            members = [episode.key.member for episode in outcome.kept]
-            self._done[group] = _Done(records, metrics + of_shaping, members)
         else:
             self._metrics += metrics
             self._dropped += records
-        self._running.discard(group)
-        self._tally.count(group, cohort, greedy, outcome)
-        if not outcome.kept:
             self._intake.give_back()
             self._tally.check(self._config, self.policy, self._running)
 
@@ -397,7 +405,10 @@ class RolloutSource:
 
 @dataclass(slots=True)
 class _Tally:
-    """What became of the groups and episodes of the step that is being filled. good: episodes with a reward, by ordinal."""
+    """What became of the groups and episodes of the step that is being filled.
+
+    good: episodes with a reward, by ordinal of a group that is done, were it done while an earlier step was being filled.
+    """
 
     good: dict[int, int] = field(default_factory=dict[int, int])
     failed: int = 0
@@ -412,6 +423,10 @@ class _Tally:
             self.failed += len(each.episodes) - len(each.good)
             for episode in (*each.judged, *each.episodes):
                 self.first = self.first or _complaint(episode)
+
+    def after(self, ordinal: int) -> _Tally:
+        """Of the next step, when the groups up to this one were taken."""
+        return _Tally({done: good for done, good in self.good.items() if done > ordinal})
 
     def check(self, config: RolloutConfig, policy: PolicyRef, running: Collection[GroupKey]) -> None:
         """Raises RunError where refilling has no end in sight: whether it does depends on no group's timing."""
