@@ -28,7 +28,6 @@ BRINGS = {
     "datasets": "datasets of the hub by id, and directories that the library saved",
     "gguf": "`tandem import` of GGUF files",
     "hub": "`tandem import` of models of the hub",
-    "hub": "models of the hub by id, for `tandem import`",
     "reasoning": "the tasks of reasoning-gym by name, and their scorers",
     "verify": "rewards math and json_schema",
     "hf": "any causal language model of transformers (model.library=transformers)",
