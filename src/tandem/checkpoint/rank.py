@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from typing import Protocol
 
+from torch import Tensor
+
 from tandem.checkpoint.encoding import Delta, Encoding, Full
 from tandem.checkpoint.transport import Outlet, Sender
 from tandem.errors import EngineError
@@ -43,20 +45,32 @@ class RankWeights:
 
     async def send(self, number: int, *, delta: bool, whole: bool) -> SentWeights | None:
         """delta: only what changed since the last one, unless `whole` asks for everything, or there was none."""
-        return None if self._sender is None else await asyncio.to_thread(self._send, self._sender, number, delta, whole)
+        if self._sender is None:
+            return None
+        pieces = await asyncio.to_thread(self._encode, delta, whole)
+        moved, digest = await asyncio.gather(
+            asyncio.to_thread(self._sender.send, number, pieces), asyncio.to_thread(self._hash)
+        )  # the hash is taken while the bytes are on their way
+        sent = (len(piece.values) if isinstance(piece, WeightPatch) else piece.tensor.numel() for piece in pieces)
+        return SentWeights(digest, moved, sum(block.numel for block in self._blocks), sum(sent))
 
-    def _send(self, sender: Sender, number: int, delta: bool, whole: bool) -> SentWeights:
-        if delta != isinstance(self._encoding, Delta):
-            self._encoding = Delta() if delta else Full()
-        pieces, digest = list[WeightPiece](), WireHash()
+    def _held(self) -> Iterator[tuple[WeightBlock, Tensor]]:
+        """Each block with the tensor that is held of it, in the trainer's dtype."""
         for block, shard in zip(self._blocks, self._holder.weight_shards(), strict=True):
             if (shard.name, shard.offsets) != (block.name, block.offsets):
                 raise EngineError(f"weight {shard.name} stands where {block.name} was as the weights were opened: open them again")
-            pieces.append(self._encoding.encode(block, shard.tensor, whole))
-            digest.add(block, shard.tensor)
-        sent = (len(piece.values) if isinstance(piece, WeightPatch) else piece.tensor.numel() for piece in pieces)
-        numbers = sum(block.numel for block in self._blocks)
-        return SentWeights(digest.hexdigest(), sender.send(number, pieces), numbers, sum(sent))
+            yield block, shard.tensor
+
+    def _encode(self, delta: bool, whole: bool) -> list[WeightPiece]:
+        if delta != isinstance(self._encoding, Delta):
+            self._encoding = Delta() if delta else Full()
+        return [self._encoding.encode(block, tensor, whole) for block, tensor in self._held()]
+
+    def _hash(self) -> str:
+        digest = WireHash()
+        for block, tensor in self._held():
+            digest.add(block, tensor)
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Also what is kept of what was sent before is let go."""
