@@ -4,7 +4,7 @@
     python benchmarks train startup   # these; what the others said last is kept
 
 Environments are virtual ones in .bench, made once. Each script's last line, which is JSON, goes to standard output as it is, and to
-.bench/lines; all else goes to standard error. The exit code is 1 where a ratio is below its floor or a script failed.
+.bench/lines; all else goes to standard error. The exit code is 1 where a ratio misses its floor or its limit, or a script failed.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ def page(found: dict[str, dict[str, Any]]) -> str:
 
 Written by `make bench`, which builds the peers' environments, runs every script of `benchmarks/` and collects their last lines;
 `python benchmarks NAME` runs one again. Each script's head says what it measures and how to run it alone. A ratio is how much
-better Tandem is than what it is held against, in turns of one run: at least `floor` is promised, `stretch` is hoped for.
-`spread` is the lowest and the highest ratio of the repeats, so that one under load is seen to be.
+better Tandem is than what it is held against, in turns of one run: at least `floor` is promised, `stretch` is hoped for. Where
+`at most` stands, it is a price, Tandem's by the other's. `spread` is the lowest and the highest ratio of the repeats, so that one
+under load is seen to be.
 """
     parts = [head]
     for name in sorted(found):
@@ -114,10 +115,11 @@ better Tandem is than what it is held against, in turns of one run: at least `fl
         parts.append(f"## {name}\n\n`python benchmarks/{name}.py`, {found[name]['day']}, on {line['machine']}.\n")
         parts.append("| case | against | ratio | floor | stretch | | spread | |\n|---|---|---|---|---|---|---|---|")
         for row in line["rows"]:
-            known = {"case", "against", "ratio", "floor", "stretch", "pass", "spread", "curve"}
+            known = {"case", "against", "ratio", "floor", "stretch", "limit", "pass", "spread", "curve"}
             more = ", ".join(f"{key} {value}" for key, value in row.items() if key not in known)
             spread = " to ".join(map(str, row.get("spread", ())))
-            numbers = f"{row['ratio']} | {row['floor']} | {row['stretch']} | {'' if row['pass'] else 'missed'}"
+            bounds = f"{row['floor']} | {row['stretch']}" if "floor" in row else f"at most {row['limit']} |"
+            numbers = f"{row['ratio']} | {bounds} | {'' if row['pass'] else 'missed'}"
             parts.append(f"| {row['case']} | {row['against']} | {numbers} | {spread} | {more} |")
         for row in line["rows"]:
             if "curve" in row:

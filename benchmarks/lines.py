@@ -3,7 +3,8 @@
     {"benchmark": "train", "machine": "...", "rows": [{"case", "against", "ratio", "floor", "stretch", "pass"}]}
 
 A ratio is how much better Tandem is than what it is held against, measured in the same run; `floor` is what it must reach and
-`stretch` what it would reach at best. `spread` is the lowest and highest ratio of the repeats. The tables before it go to stderr.
+`stretch` what it would reach at best. A row with a `limit` instead is a price, Tandem's by the other's, which is at
+most that. `spread` is the lowest and highest ratio of the repeats. The tables before it go to stderr.
 """
 
 from __future__ import annotations
@@ -31,8 +32,16 @@ def row(case: str, against: str, ratios: Sequence[float], floor: float, stretch:
     return {"case": case, "against": against, **judged, "spread": spread, **more}
 
 
+def within(case: str, against: str, ratios: Sequence[float], limit: float, **more: Any) -> dict[str, Any]:
+    """One claim about a price: Tandem's by the other's, which is at most `limit`."""
+    ratio = statistics.median(ratios)
+    spread = [round(min(ratios), 3), round(max(ratios), 3)]
+    judged = {"ratio": round(ratio, 3), "limit": limit, "pass": ratio <= limit}
+    return {"case": case, "against": against, **judged, "spread": spread, **more}
+
+
 def publish(benchmark: str, rows: Sequence[dict[str, Any]]) -> int:
-    """Prints the rows; the exit code: 1 where one is below its floor."""
+    """Prints the rows; the exit code: 1 where one is below its floor or above its limit."""
     for each in rows:
         print(f"{'ok  ' if each['pass'] else 'MISS'} {each}", file=sys.stderr)
     print(json.dumps({"benchmark": benchmark, "machine": machine(), "rows": rows}), flush=True)
