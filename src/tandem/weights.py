@@ -5,6 +5,7 @@ Nothing is moved here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ class WeightBlock:
 
     @property
     def numel(self) -> int:
-        return int(torch.Size(self.size).numel())
+        return math.prod(self.size)
 
     @property
     def nbytes(self) -> int:
