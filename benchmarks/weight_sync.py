@@ -13,7 +13,7 @@ median of the rounds'.
     full        everything over the same link of 1 Gbit/s, against the delta of one optimiser step. The link is paced in user
                 space: the sender sleeps before each bucket for as long as the link would take. Both ends hash
 
-The steps are real ones, of TorchEngine on a decoder of 28 million parameters and of random tokens; its float32 masters are sent in
+The steps are real ones, of TorchEngine on a decoder of 27 million parameters and of random tokens; its float32 masters are sent in
 bfloat16. To have the size asked for, the model's weights are sent as many times over, under other names. `changed` is the fraction
 of numbers whose bfloat16 bits a step changed.
 """
