@@ -104,7 +104,11 @@ def tandem(model: Decoder, slots: int) -> Call:
 def plain_numerics() -> Generator[None]:
     """The same code without the rules: no padding, no tiles."""
     with ExitStack() as patches:
-        for module, names in ((numerics, ("ROWS", "KEYS", "QUERIES")), (decoders, ("ROWS", "KEYS", "QUERIES")), (heads, ("ROWS",))):
+        for module, names in (
+            (numerics, ("ROWS", "ROWS_ALONE", "KEYS", "QUERIES")),
+            (decoders, ("ROWS", "KEYS", "QUERIES")),
+            (heads, ("ROWS",)),
+        ):
             for name in names:
                 patches.enter_context(patch.object(module, name, 1))
         for name in ("TILE", "HEAD"):

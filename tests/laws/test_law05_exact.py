@@ -103,7 +103,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def check_family(name: str, num_threads: int = 1, dtype: torch.dtype = torch.float32) -> None:
     """What a family adds to the decoder, in the same company."""
     with threads(num_threads):
-        model = decoder(4, 1, dtype=dtype, **FAMILIES[name])
+        model = decoder(4, 2, dtype=dtype, **FAMILIES[name])  # wide enough for joined products
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -240,7 +240,7 @@ def test_bfloat16_is_exact_where_the_probe_says_so(heads: tuple[int, int], num_t
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rollout_logprobs_are_the_trainers_in_every_family(name: str, num_threads: int, dtype: torch.dtype) -> None:
     with threads(num_threads):
-        probed = probe(decoder(4, 1, **FAMILIES[name]).config, dtype)
+        probed = probe(decoder(4, 2, **FAMILIES[name]).config, dtype)
     if dtype == torch.bfloat16 and not probed.exact:
         pytest.skip(f"the probe finds bfloat16 not exact on this machine: {probed.note}")
     assert probed.exact, probed.note

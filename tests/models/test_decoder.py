@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tandem.errors import EngineError
-from tandem.models.decoder import Decoder, KVCache, init_decoder
+from tandem.models.decoder import Decoder, KVCache, init_decoder, window_cut
 from tandem.models.heads import next_logprobs, row_logprobs
 from tests.models.tiny import config, loud, tokens
 
@@ -107,6 +108,40 @@ def test_stale_columns_are_not_seen() -> None:
         assert torch.equal(decoder.decode(*arguments, fresh), decoder.decode(*arguments, used))
 
 
+def test_a_step_touches_no_slot_but_its_rows() -> None:
+    """Though it is padded with rows of its own."""
+    decoder, rows = loud(config()), tokens(5, 12)
+    cache = KVCache(decoder.config, 5, 12)
+    with torch.inference_mode():
+        decoder.prefill(rows, cache)
+        before = cache.keys[:, :5].clone(), cache.values[:, :5].clone()
+        decoder.decode(rows[:2, 8], torch.tensor([8, 8]), cache)
+    for tensor, was in zip((cache.keys, cache.values), before, strict=True):
+        assert torch.equal(tensor[:, 2:5], was[:, 2:])
+        assert torch.equal(tensor[:, :2, :, :8], was[:, :2, :, :8])
+
+
+def test_rows_are_cut_where_it_spares_keys() -> None:
+    long, short = [900] * 20, [10] * 60
+    assert window_cut(np.array(long + short)) == (32, 48 * 890)
+    assert window_cut(np.array(short + long)) == (48, 48 * 890)
+    assert window_cut(np.array([900] * 8 + [890] * 40)) == (0, 0)
+    assert window_cut(np.array([700])) == (0, 0)
+    assert window_cut(np.array([700] + [1] * 15)) == (0, 0)
+
+
+def test_both_parts_of_a_cut_step_are_the_training_forward() -> None:
+    decoder, rows = loud(config()), tokens(40, 150)
+    want = decoder.prefill(rows)
+    positions = torch.tensor([149, 120, *range(3, 41)])
+    assert window_cut(positions.numpy())[0] == 16
+    cache = KVCache(decoder.config, 40, 150)
+    with torch.inference_mode():
+        decoder.prefill(rows, cache)
+        got = decoder.decode(rows[torch.arange(40), positions], positions, cache)
+    assert torch.equal(got, want[torch.arange(40), positions])
+
+
 def test_limits_are_named() -> None:
     decoder = loud(config(max_positions=20))
     cache = KVCache(decoder.config, 2, 16)
@@ -153,4 +188,6 @@ def test_a_cache_keeps_no_graph_and_prefill_into_one_makes_none() -> None:
     assert not cache.keys.requires_grad
     assert cache.layers is not None
     assert cache.output is not None
-    assert not any(tensor.requires_grad for tensor in (cache.output, cache.layers[0].q.weight, cache.layers[0].down.weight))
+    assert not any(
+        tensor.requires_grad for tensor in (cache.output, cache.layers[0].qk_v.product.weight, cache.layers[0].down.weight)
+    )

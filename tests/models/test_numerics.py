@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from torch import Tensor
 from tandem.models import numerics
 from tandem.models.decoder import DecoderConfig, KVCache
 from tandem.models.heads import next_logprobs, token_logprobs
-from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
+from tandem.models.numerics import KEYS, QUERIES, ROWS, padded, rows_multiple
 from tests.models.tiny import config, loud, threads, tokens
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -45,6 +47,20 @@ def test_a_row_of_a_product_does_not_depend_on_its_companions(inner: int, outer:
                     assert torch.equal(numerics.linear(x[-rows:], weight, b), want[-rows:]), f"{rows} rows, {num_threads} threads"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "outer"), [(8, 16), (40, 24), (72, 16), (160, 320), (385, 64), (576, 192)])
+def test_few_rows_and_outputs_beside_others_change_nothing(inner: int, outer: int, dtype: torch.dtype) -> None:
+    """As a decode step has them: as few rows as may be, and weights of one input above each other."""
+    x, weight = randn(1040, inner).to(dtype), (randn(outer + 48, inner, seed=1) * inner**-0.5).to(dtype)
+    for num_threads in (1, 2):
+        with threads(num_threads):
+            want = numerics.linear(x, weight[:outer].contiguous())
+            few = rows_multiple(dtype)
+            for rows in (few, 2 * few, 3 * few, 7 * few):
+                assert torch.equal(numerics.linear(x[:rows], weight)[:, :outer], want[:rows]), f"{rows} rows, {num_threads} threads"
+                assert torch.equal(numerics.linear(x[:rows], weight[:outer]), want[:rows]), f"{rows} rows, {num_threads} threads"
+
+
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 80, 128])
 def test_a_query_does_not_depend_on_companions_or_window(head_dim: int) -> None:
     q, k, v = randn(6, 60, head_dim), randn(6, 704, head_dim, seed=1), randn(6, 704, head_dim, seed=2)
@@ -74,8 +90,9 @@ def test_elements_do_not_depend_on_how_threads_share_them(width: int, num_thread
     rows = 1008
     x, y, weight = randn(rows, width).to(dtype), randn(rows, width, seed=1).to(dtype), randn(width, seed=2)
     heads, cos, sin = randn(rows, 6, 16, seed=5), randn(rows, 1, 16, seed=3), randn(rows, 1, 16, seed=4)
-    functions = {
+    functions: dict[str, Callable[[slice], Tensor]] = {
         "gate": lambda part: numerics.gate(x[part], y[part]),
+        "gate_of_halves": lambda part: numerics.gate(*torch.cat([x[part], y[part]], 1).split(width, 1)),
         "rms_norm": lambda part: numerics.rms_norm(x[part].float(), weight, 1e-6),
         "rotate": lambda part: numerics.rotate(heads[part], cos[part], sin[part]),
         "log_softmax": lambda part: numerics.log_softmax(x[part].float()),

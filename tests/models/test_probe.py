@@ -42,6 +42,7 @@ def _single_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def _no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decoder, heads, numerics):
         monkeypatch.setattr(module, "ROWS", 1)
+    monkeypatch.setattr(numerics, "ROWS_ALONE", 1)
 
 
 def _no_rounding_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:

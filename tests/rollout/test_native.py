@@ -6,11 +6,14 @@ import asyncio
 import weakref
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError, EngineError
+from tandem.models import decoder as decoders
 from tandem.models.decoder import Decoder, KVCache
 from tandem.rollout import native
 from tandem.rollout.native import NativeConfig, NativeEngine
@@ -95,6 +98,23 @@ def test_a_step_costs_what_its_live_rows_cost(monkeypatch: pytest.MonkeyPatch) -
     assert metrics["live_rows"].value == sum(sizes) / len(sizes)
     assert got == [run(engine(MODEL), [one])[0] for one in asked]
     assert rollout.metrics()["steps"].value == 0  # read once
+
+
+def test_long_rows_stand_before_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where windows of two parts spare keys, and each row says what it says alone."""
+    cuts: list[int] = []
+    cut = decoders.window_cut
+
+    def noted(positions: npt.NDArray[np.int64]) -> tuple[int, int]:
+        cuts.append(cut(positions)[0])
+        return cut(positions)
+
+    monkeypatch.setattr(decoders, "window_cut", noted)
+    asked = [request(i, range(1, 3), max_tokens=4 + i % 5) for i in range(60)]
+    asked[30:30] = [request(99, range(1, 60), max_tokens=40)]
+    got = run(engine(MODEL, slots=40), asked)
+    assert 16 in cuts
+    assert got[28:33] == [run(engine(MODEL), [one])[0] for one in asked[28:33]]
 
 
 def test_chunks_gather_tokens() -> None:

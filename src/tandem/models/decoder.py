@@ -9,8 +9,8 @@ Parameters are float32 and have their Hugging Face names. A layer sees all of it
 a sharded layer can be gathered in that dtype and be the same. Products with weights run in the compute dtype, all else
 (residual stream, norms, positions, attention) in float32. Each layer is called as a module: what hooks into modules works.
 
-Legend: B rows, T padded time, S decode rows, W window of keys, M rows of a product (B * T or S, padded to a multiple of
-numerics.ROWS), D width, H heads, K key-value heads, G = H / K, d head size.
+Legend: B rows, T padded time, S decode rows, W window of keys, M rows of a product (B * T or S, padded as numerics says),
+D width, H heads, K key-value heads, G = H / K, d head size.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -28,8 +30,8 @@ from torch import Tensor, nn
 from tandem.errors import EngineError
 from tandem.models import numerics
 from tandem.models.language_model import LanguageModel
-from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
-from tandem.models.prefixes import Bucket, Prefixes, prefixes
+from tandem.models.numerics import KEYS, OUTPUTS, QUERIES, ROWS, padded, rows_multiple
+from tandem.models.prefixes import Prefixes, causal_bias, output_places, prefixes
 
 
 @dataclass(frozen=True)
@@ -115,23 +117,58 @@ class Linear(NamedTuple):
         return numerics.linear(x, self.weight, self.bias)
 
 
+SPARED = 512  # keys of a layer that are worth the operations of a second attention
+
 Product = Callable[[Tensor], Tensor]  # [M, inputs] -> [M, outputs]: a Linear, or one with an adapter
 
 
+class Apart(NamedTuple):
+    """Groups of projections of one input, each computed by itself; a group's outputs stand side by side."""
+
+    groups: tuple[tuple[Product, ...], ...]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(group[0](x) if len(group) == 1 else torch.cat([each(x) for each in group], 1) for group in self.groups)
+
+    def joined(self) -> Apart | Joined:
+        """One product of the same bits, unless an adapter stands in one or one is too narrow for that (numerics, rule 1)."""
+        flat = [each for group in self.groups for each in group]
+        linear = [each for each in flat if isinstance(each, Linear) and len(each.weight) >= OUTPUTS]
+        if len(linear) < len(flat):
+            return self
+        biases = [each.bias for each in linear if each.bias is not None]
+        product = Linear(torch.cat([each.weight for each in linear]), torch.cat(biases) if biases else None)
+        sizes = iter(len(each.weight) for each in linear)
+        return Joined(product, [sum(next(sizes) for _ in group) for group in self.groups])
+
+
+class Joined(NamedTuple):
+    """The same as one projection; sizes: of the groups' outputs."""
+
+    product: Linear
+    sizes: list[int]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        return cast("tuple[Tensor, ...]", self.product(x).split(self.sizes, 1))
+
+    def joined(self) -> Joined:
+        return self
+
+
 class LayerWeights(NamedTuple):
-    """One layer: projections in the compute dtype; norms in float32, rounded to it."""
+    """One layer: projections in the compute dtype; norms in float32, rounded to it. qk_norm: [H + K, d], a norm a head."""
 
     attention_norm: Tensor
-    q: Product
-    k: Product
-    v: Product
+    qk_v: Apart | Joined
     o: Product
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qk_norm: Tensor | None
     mlp_norm: Tensor
-    gate: Product
-    up: Product
+    gate_up: Apart | Joined
     down: Product
+
+    def joined(self) -> LayerWeights:
+        """For use again and again: what reads the same input is one product."""
+        return self._replace(qk_v=self.qk_v.joined(), gate_up=self.gate_up.joined())
 
 
 # (layer, queries [M, H, d], keys [M, K, d], values [M, K * d]) -> [M, H * d]
@@ -196,32 +233,32 @@ class _Layer(nn.Module):
     def weights(self) -> LayerWeights:
         """What a forward computes with: all parameters of the layer, rounded to the compute dtype."""
         attention, mlp, dtype = self.self_attn, self.mlp, self.dtype
+        q, k, v = (each.linear(dtype) for each in (attention.q_proj, attention.k_proj, attention.v_proj))
+        heads = ((attention.q_norm, self.config.num_heads), (attention.k_norm, self.config.num_kv_heads))
+        norms = [(norm, num) for norm, num in heads if norm is not None]
         return LayerWeights(
             attention_norm=self.input_layernorm.rounded(dtype),
-            q=attention.q_proj.linear(dtype),
-            k=attention.k_proj.linear(dtype),
-            v=attention.v_proj.linear(dtype),
+            qk_v=Apart(((q, k), (v,))),
             o=attention.o_proj.linear(dtype),
-            q_norm=None if attention.q_norm is None else attention.q_norm.rounded(dtype),
-            k_norm=None if attention.k_norm is None else attention.k_norm.rounded(dtype),
+            qk_norm=None if not norms else torch.cat([norm.rounded(dtype).expand(num, -1) for norm, num in norms]),
             mlp_norm=self.post_attention_layernorm.rounded(dtype),
-            gate=mlp.gate_proj.linear(dtype),
-            up=mlp.up_proj.linear(dtype),
+            gate_up=Apart(((mlp.gate_proj.linear(dtype),), (mlp.up_proj.linear(dtype),))),
             down=mlp.down_proj.linear(dtype),
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, cached: LayerWeights | None = None) -> Tensor:
         """[M, D] from x [M, D] and the positions' cos and sin [M, 1, d]; `cached` is what `weights` gave before."""
         c, M, eps, dtype, w = self.config, x.shape[0], self.config.rms_eps, self.dtype, cached or self.weights()
-        h = numerics.rms_norm(x, w.attention_norm, eps).to(dtype)
-        q, k = w.q(h).float().view(M, c.num_heads, c.head_dim), w.k(h).float().view(M, c.num_kv_heads, c.head_dim)
-        if w.q_norm is not None and w.k_norm is not None:
-            q, k = numerics.rms_norm(q, w.q_norm, eps), numerics.rms_norm(k, w.k_norm, eps)
+        qk, v = w.qk_v(numerics.rms_norm(x, w.attention_norm, eps).to(dtype))
+        qk = qk.float().view(M, -1, c.head_dim)
+        if w.qk_norm is not None:
+            qk = numerics.rms_norm(qk, w.qk_norm, eps)
         if self.index not in c.unrotated:
-            q, k = numerics.rotate(q, cos, sin), numerics.rotate(k, cos, sin)
-        x = x + w.o(attend(self.index, q, k.to(dtype).float(), w.v(h).float()).to(dtype))
-        h = numerics.rms_norm(x, w.mlp_norm, eps).to(dtype)
-        return x + w.down(numerics.gate(w.gate(h), w.up(h), c.activation))
+            qk = numerics.rotate(qk, cos, sin)
+        q, k = qk[:, : c.num_heads], qk[:, c.num_heads :]
+        x = x + w.o(attend(self.index, q, k.to(dtype).float(), v.float()).to(dtype))
+        gates, up = w.gate_up(numerics.rms_norm(x, w.mlp_norm, eps).to(dtype))
+        return x + w.down(numerics.gate(gates, up, c.activation))
 
 
 class _Model(nn.Module):
@@ -241,14 +278,15 @@ class KVCache:
 
     def __init__(self, config: DecoderConfig, slots: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
         self.slots, self.capacity = slots, capacity
-        shape = (config.num_layers, slots, config.num_kv_heads, padded(capacity, KEYS), config.head_dim)
+        spare = ROWS  # slots for the rows that a decode step is padded with
+        shape = (config.num_layers, slots + spare, config.num_kv_heads, padded(capacity, KEYS), config.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype)
         self.values = torch.zeros(shape, dtype=dtype)
         self.layers: list[LayerWeights] | None = None
         self.output: Tensor | None = None
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copies the first `length` positions of slots `source` [n] int64 to slots `target` [n] int64."""
+        """Copies the first `length` positions of slots `source` [n] int64 to slots `target` [n] int64, as they were before."""
         for tensor in (self.keys, self.values):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
@@ -330,13 +368,13 @@ class Decoder(LanguageModel):
         """Hidden states [N, D]; keys and values of all rows go into these slots of the cache."""
         c, N = self.config, len(rows.tokens)
         K, G, d, M = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim, padded(N, ROWS)
-        biases = [_causal(bucket, K, G) for bucket in rows.buckets]
+        biases = [causal_bias(bucket, K, G) for bucket in rows.buckets]
         heads = torch.arange(K)[:, None]
         queries, keys = (
             [each[:, None] * K + heads for each in found]
             for found in zip(*((b.queries, b.keys) for b in rows.buckets), strict=True)
         )
-        origin = _origin(rows.buckets, M, K)
+        places = output_places(rows.buckets, M, K)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = q.reshape(M * K, G * d), k.reshape(M * K, d), v.reshape(M * K, d)
@@ -352,7 +390,7 @@ class Decoder(LanguageModel):
                 ).view(-1, G * d)
                 for at, window, bias in zip(queries, keys, biases, strict=True)
             ]
-            return F.embedding(origin, torch.cat(out)).view(M, -1)
+            return F.embedding(places, torch.cat(out)).view(M, -1)
 
         return self._forward(F.pad(rows.tokens, (0, M - N)), F.pad(rows.positions, (0, M - N)), cache, attend)[:N]
 
@@ -360,39 +398,43 @@ class Decoder(LanguageModel):
     def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Hidden states [S, D] after the final norm of one token a row, where row i is in slot i of the cache.
 
-        tokens and positions: int64 [S]. Writes keys and values at each row's position and attends to 0..position;
-        the window is cut to the longest row. Raises EngineError for a row that is too long for the model or the cache.
+        tokens and positions: int64 [S]. Writes keys and values at each row's position and attends to 0..position; windows are
+        cut to the longest row, or in two parts to that of each (`window_cut`). Raises EngineError for a row that is too long
+        for the model or the cache.
         """
         c, S = self.config, tokens.shape[0]
-        length = int(positions.max()) + 1
-        self._check(S, length, cache)
-        K, G, d, columns = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim, cache.keys.shape[3]
-        W, M = padded(length, KEYS), padded(S, ROWS)
-        bias = torch.zeros(S, W).masked_fill_(torch.arange(W) > positions[:, None], float("-inf"))
-        bias = bias.repeat_interleave(K, 0)[:, None]
-        places = (torch.arange(0, S * K * columns, columns).view(S, K) + positions[:, None]).flatten()
-
-        def window(cached: Tensor, new: Tensor) -> Tensor:
-            cached.view(-1, d).index_copy_(0, places, new[:S].reshape(-1, d).to(cached.dtype))
-            return cached.view(-1, columns, d)[: S * K, :W].float()
+        self._check(S, int(positions.max()) + 1, cache)
+        if missing := padded(S, rows_multiple(self.dtype)) - S:
+            tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
+        M, K, d, columns = len(tokens), c.num_kv_heads, c.head_dim, cache.keys.shape[3]
+        G = c.num_heads // K
+        slots = torch.arange(M)
+        slots[S:] += cache.slots - S
+        places = ((slots[:, None] * K + torch.arange(K)) * columns + positions[:, None]).flatten()
+        cut, _ = window_cut(positions.numpy())
+        spans = [slice(0, cut), slice(cut, M)] if cut else [slice(0, M)]
+        parts = [(slice(span.start * K, span.stop * K), *_window(positions[span], K)) for span in spans]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = window(cache.keys[layer], k), window(cache.values[layer], v)
-            out = numerics.attention(q[:S].view(S * K, G, d), k, v, bias)
-            return F.pad(out.reshape(S, -1), (0, 0, 0, M - S))
+            keys, values = cache.keys[layer].view(-1, d), cache.values[layer].view(-1, d)
+            keys.index_copy_(0, places, k.reshape(-1, d).to(keys.dtype))
+            values.index_copy_(0, places, v.reshape(-1, d).to(values.dtype))
+            keys, values, q = keys.view(-1, columns, d), values.view(-1, columns, d), q.reshape(M * K, G, d)
+            found = [numerics.attention(q[rows], keys[rows, :W].float(), values[rows, :W].float(), bias) for rows, W, bias in parts]
+            return (found[0] if len(found) == 1 else torch.cat(found)).reshape(M, -1)
 
-        return self._forward(F.pad(tokens, (0, M - S)), F.pad(positions, (0, M - S)), cache, attend)[:S]
+        return self._forward(tokens, positions, cache, attend)[:S]
 
     def _forward(self, tokens: Tensor, positions: Tensor, cache: KVCache | None, attend: Attend) -> Tensor:
         """All layers and the final norm, [M, D], for tokens and positions int64 [M]."""
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        cos, sin = (table.index_select(0, positions)[:, None] for table in (self.cos, self.sin))
         x = F.embedding(tokens, self.model.embed_tokens.weight)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         layers = cast("list[_Layer]", list(self.model.layers))
         weights: Sequence[LayerWeights | None] = [None] * len(layers)
         if cache is not None:
-            weights = cache.layers = cache.layers or [layer.weights() for layer in layers]
+            weights = cache.layers = cache.layers or [layer.weights().joined() for layer in layers]
         again = self.recompute and torch.is_grad_enabled()
         for layer, cached in zip(layers, weights, strict=True):
             if again:
@@ -411,24 +453,27 @@ class Decoder(LanguageModel):
             raise EngineError(f"{rows} rows of {length} tokens do not fit a cache of {cache.slots} slots of {cache.capacity}")
 
 
-def _causal(bucket: Bucket, K: int, G: int) -> Tensor:
-    """Bias of 0 and -inf that hides from a query what comes after it: [S * K, Q * G, W], with 1 for S * K if all begin alike."""
-    first = bucket.first[:1] if bool((bucket.first == bucket.first[0]).all()) else bucket.first
-    (Q, W), S = (bucket.queries.shape[1], bucket.keys.shape[1]), len(first)
-    ahead = torch.arange(W) > (first[:, None] + torch.arange(Q))[..., None]
-    bias = torch.zeros(S, Q, W).masked_fill_(ahead, float("-inf")).repeat_interleave(G, 1)
-    return bias if S == 1 else bias.repeat_interleave(K, 0)
+def _window(positions: Tensor, heads: int) -> tuple[int, Tensor]:
+    """How many keys rows at `positions` [n] see at most, W, and the bias [n * heads, 1, W] that hides the others of each."""
+    W = padded(int(positions.max()) + 1, KEYS)
+    bias = torch.zeros(len(positions), W).masked_fill_(torch.arange(W) > positions[:, None], float("-inf"))
+    return W, bias[:, None].expand(-1, heads, -1).reshape(-1, 1, W)
 
 
-def _origin(buckets: Sequence[Bucket], M: int, K: int) -> Tensor:
-    """Where among the outputs of all buckets, [S, K, Q] each, head k of packed token m is: [M, K]."""
-    found, before = torch.zeros(M, K, dtype=torch.int64), 0
-    for bucket in buckets:
-        S, Q = bucket.queries.shape
-        segment, query = bucket.place // Q, bucket.place % Q
-        found[bucket.token] = before + (segment[:, None] * K + torch.arange(K)) * Q + query[:, None]
-        before += S * K * Q
-    return found
+def window_cut(positions: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """Where it spares most to cut rows at `positions` [n] into two parts, each with the window of its longest row; the keys spared.
+
+    At a multiple of ROWS; (0, 0) where nothing worth the operations of a second part is spared.
+    """
+    num = len(positions)
+    if num * int(positions.max()) - int(positions.sum()) <= SPARED:
+        return 0, 0
+    cuts = np.arange(0, num, ROWS)
+    longest = np.maximum.reduceat(positions, cuts)
+    before, after = np.maximum.accumulate(longest)[:-1], np.maximum.accumulate(longest[::-1])[::-1]
+    spared = cuts[1:] * (after[0] - before) + (num - cuts[1:]) * (after[0] - after[1:])
+    best = int(spared.argmax()) if len(spared) else -1
+    return (int(cuts[best + 1]), int(spared[best])) if best >= 0 and spared[best] > SPARED else (0, 0)
 
 
 def init_decoder(config: DecoderConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:

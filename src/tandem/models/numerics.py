@@ -7,8 +7,10 @@ machine's kernels keep to the rules below. It is not a kernel library: everythin
 A kernel sums each output over its inner dimension in some order, and picks that order by the shapes it is given and
 by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear` and `attention` apply them):
 
-1. The rows of a product are a multiple of ROWS. By number of rows there are classes of kernels (1; 2 and 3; 4 and
-   more), and the rows left over by an uneven split between threads are summed in another order.
+1. The rows of a product are a multiple of `rows_multiple`. By number of rows there are classes of kernels (1; 2 and 3; 4
+   and more), and the rows left over by an uneven split between threads are summed in another order: so it is ROWS_ALONE for
+   one thread in float32, and ROWS otherwise. Weights of at least OUTPUTS outputs, one above the other, give what each gives
+   alone; fewer take another kernel alone.
 2. An inner dimension is summed in tiles of INNER, in order; where it is no multiple of LANES, the rest and LANES more are
    the last tile. Longer ones are split by the kernel itself, at places that depend on the number of rows (bfloat16) or
    between the threads (float32); so are some odd ones (168, 240 and 360 in bfloat16), and a tile of the rest alone would
@@ -40,6 +42,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 16
+ROWS_ALONE = 4
+OUTPUTS = 16
 INNER = 384
 LANES = 32
 KEYS = 16
@@ -48,6 +52,7 @@ QUERIES = 4
 HEAD = 64
 GRAIN = 32_768  # elements that torch leaves to one thread
 GELU_ALONE = 16_384  # elements of GELU that torch leaves to one thread: above 20,480 it shares them among all
+STEP_BYTES = 128  # that vector code goes on by: two vectors of 512 bits
 HALVES = 128  # elements that are whole steps of vector code (two vectors of 512 bits, bfloat16 the most) for each of two threads
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -58,12 +63,17 @@ def padded(count: int, multiple: int) -> int:
     return max(-(-count // multiple), 1) * multiple
 
 
+def rows_multiple(dtype: torch.dtype) -> int:
+    """What the rows of a product have to be a multiple of."""
+    return ROWS_ALONE if dtype == torch.float32 and torch.get_num_threads() == 1 else ROWS
+
+
 # ---------------------------------------------------------------------------------------------------- products
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Gives x weight^T + bias: x [M, in], weight [out, in], bias [out], all of one dtype; M a multiple of ROWS."""
-    assert x.shape[0] % ROWS == 0, f"{x.shape[0]} rows are no multiple of {ROWS}"
+    """Gives x weight^T + bias: x [M, in], weight [out, in], bias [out], all of one dtype; M a multiple of `rows_multiple`."""
+    assert x.shape[0] % rows_multiple(x.dtype) == 0, f"{x.shape[0]} rows are no multiple of {rows_multiple(x.dtype)}"
     if len(inner_tiles(x.shape[1])) == 1:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -172,22 +182,37 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Gives x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    """Gives x / sqrt(mean(x^2) + eps) * weight over the last dimension; weight is broadcast to x [..., D]."""
+    scale = (x * x).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()
+    return x * scale * weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x [..., d] in pairs (i, i + d/2); the first half of `sin` has its sign turned."""
-    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
+    """Rotary position embedding of x [M, heads, d] in pairs (i, i + d/2); the first half of `sin` has its sign turned."""
+    if torch.is_grad_enabled():
+        turned = x.roll(x.shape[-1] // 2, -1)
+    else:  # several times as fast, and the same numbers at the same places
+        turned = x.flatten(-2).index_select(-1, _halves_changed(*x.shape[-2:])).view(x.shape)
+    return (x * cos).add_(turned.mul_(sin))
+
+
+@cache
+def _halves_changed(heads: int, size: int) -> Tensor:
+    """Where the other half of each head stands: int64 [heads * size]."""
+    return torch.arange(heads * size).view(heads, 2, size // 2).flip(1).flatten()
 
 
 def gate(gates: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
-    """silu(gates) * up, or with GELU in its tanh form, for [M, F].
+    """silu(gates) * up, or with GELU in its tanh form, for [M, F]; rows may stand apart in memory, as those of a wider product do.
 
     Two threads share a tensor in halves, which are whole steps of the vector code where its size is a multiple of HALVES;
-    more would not be, so that with more threads than two the tensor goes to them in pieces that each leave to so few.
+    more would not be, so that with more threads than two the tensor goes to them in pieces that each leave to so few. What is
+    not contiguous is gone through row by row, so that each row has to be whole steps; GELU's vector code wants contiguous rows.
     """
     act, piece = (F.silu, 2 * GRAIN) if activation == "silu" else (_gelu_tanh, GELU_ALONE)
+    steps = STEP_BYTES // gates.itemsize if torch.get_num_threads() == 1 else HALVES
+    if activation != "silu" or gates.shape[1] % steps:
+        gates = gates.contiguous()
     size, missing = gates.numel(), -gates.numel() % HALVES
     if not missing and (torch.get_num_threads() <= 2 or size <= piece):
         return act(gates) * up

@@ -10,12 +10,13 @@ batch are packed without padding and without repetition, as a tree, whose nodes 
 Attention takes segments of similar size together (`Bucket`), padded; nothing else is padded. Which tokens are shared follows
 from the tokens alone, not from who asked for them.
 
-Legend: B rows, T padded time, N packed tokens, S segments of one bucket, Q queries and W keys of a segment, padded.
+Legend: B rows, T padded time, N packed tokens, M of them padded, S segments of one bucket, Q queries and W keys of a segment,
+padded, K key-value heads, G heads that share one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -76,6 +77,26 @@ def prefixes(tokens: Tensor, lengths: Tensor) -> Prefixes:
         place=torch.from_numpy(place),
         buckets=tuple(_bucket(np.array(each, np.int64), place) for each in _similar(segments)),
     )
+
+
+def causal_bias(bucket: Bucket, K: int, G: int) -> Tensor:
+    """Bias of 0 and -inf that hides from a query what comes after it: [S * K, Q * G, W], with 1 for S * K if all begin alike."""
+    first = bucket.first[:1] if bool((bucket.first == bucket.first[0]).all()) else bucket.first
+    (Q, W), S = (bucket.queries.shape[1], bucket.keys.shape[1]), len(first)
+    ahead = torch.arange(W) > (first[:, None] + torch.arange(Q))[..., None]
+    bias = torch.zeros(S, Q, W).masked_fill_(ahead, float("-inf")).repeat_interleave(G, 1)
+    return bias if S == 1 else bias.repeat_interleave(K, 0)
+
+
+def output_places(buckets: Sequence[Bucket], M: int, K: int) -> Tensor:
+    """Where among the outputs of all buckets, [S, K, Q] each, head k of packed token m is: [M, K]."""
+    found, before = torch.zeros(M, K, dtype=torch.int64), 0
+    for bucket in buckets:
+        S, Q = bucket.queries.shape
+        segment, query = bucket.place // Q, bucket.place % Q
+        found[bucket.token] = before + (segment[:, None] * K + torch.arange(K)) * Q + query[:, None]
+        before += S * K * Q
+    return found
 
 
 def _shared(rows: Ints, sizes: Ints) -> Ints:

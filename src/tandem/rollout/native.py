@@ -2,7 +2,8 @@
 
 Running requests sit in slots 0 to n - 1 without gaps, so a step costs what its live rows cost. One step:
 
-    seat     waiting requests take the places of those that ended, the last rows move into places still open
+    seat     waiting requests take the places of those that ended, the last rows move into places still open, long rows
+             before short ones where the short would read much of their window in vain
     fill     keys and values of all tokens but the last are written for new rows; requests with equal prompts share
              one prefill, also with a request that is running already
     decode   every row's last token goes through the decoder, and the next is sampled from what comes out
@@ -26,7 +27,7 @@ import torch
 
 from tandem.errors import ConfigError
 from tandem.faults import crash_point
-from tandem.models.decoder import Decoder, KVCache
+from tandem.models.decoder import SPARED, Decoder, KVCache, window_cut
 from tandem.models.heads import next_logprobs
 from tandem.models.probe import TOLERANCE
 from tandem.ports import Held, Place, WeightSource
@@ -136,6 +137,7 @@ class NativeEngine(SteppingEngine):
             self._cache = KVCache(self._decoder.config, self.config.slots, self.config.max_context)
             new = list(range(len(self._seats)))
         self._fill(self._cache, new)
+        self._sort()
         rows = self._table[: len(self._seats)]
         hidden = self._decoder.decode(torch.from_numpy(rows["token"]), torch.from_numpy(rows["position"]), self._cache)
         logprobs = next_logprobs(self._decoder, hidden, torch.from_numpy(rows["temperature"]), self._cache)
@@ -158,16 +160,29 @@ class NativeEngine(SteppingEngine):
         targets = [slot for slot in gaps if slot < num]
         sources = [slot for slot in range(num, len(seats)) if seats[slot] is not None]
         if sources:
-            if self._cache is not None:
-                written = int(self._table["position"][sources].max())
-                self._cache.copy(torch.tensor(sources), torch.tensor(targets), written)
-            self._table[targets], self._stop_ids[targets] = self._table[sources], self._stop_ids[sources]
-            for source, target in zip(sources, targets, strict=True):
-                stream = seats[target] = seats[source]
-                assert stream is not None
-                self._slot_of[stream] = target
+            self._move(sources, targets)
         del seats[num:]
         return new
+
+    def _sort(self) -> None:
+        """Swaps rows so that long ones stand before short ones, where two windows then spare many more keys than now."""
+        positions = self._table["position"][: len(self._seats)]
+        order = np.argsort(-positions, kind="stable")
+        cut, spared = window_cut(positions[order])
+        if spared > 2 * max(window_cut(positions)[1], SPARED):
+            long = order[:cut]
+            behind, before = np.sort(long[long >= cut]).tolist(), np.setdiff1d(np.arange(cut), long).tolist()
+            self._move(behind + before, before + behind)
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        """All at the same time."""
+        if self._cache is not None:
+            written = int(self._table["position"][sources].max())
+            self._cache.copy(torch.tensor(sources), torch.tensor(targets), written)
+        self._table[targets], self._stop_ids[targets] = self._table[sources], self._stop_ids[sources]
+        for stream, target in zip([self._seats[source] for source in sources], targets, strict=True):
+            assert stream is not None
+            self._seats[target], self._slot_of[stream] = stream, target
 
     def _take(self, slot: int, stream: Stream) -> None:
         params, position = stream.request.params, len(stream.tokens) - 1

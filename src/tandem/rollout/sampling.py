@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,21 +36,22 @@ def sample(logprobs: Tensor, uniforms: Tensor, choices: Choices) -> tuple[Tensor
     cumulative probability exceeds uniforms[m] (float64 [M], in [0, 1)), in order of ids, over the tokens that
     `kept_weights` leaves; a token of probability 0 is never taken. Raises NonFiniteError for a row with NaN.
     """
-    bad = int((~torch.isfinite(logprobs.amax(-1))).sum())
-    if bad:
+    weights = torch.softmax(logprobs, -1)  # row by row; exp over the whole block would split it between threads
+    cuts = np.flatnonzero((choices.top_p.numpy() < 1) | (choices.top_k.numpy() > 0) | (choices.min_p.numpy() > 0))
+    if len(cuts):
+        rows = torch.from_numpy(cuts)
+        weights[rows] = kept_weights(weights[rows], choices.top_p[rows], choices.top_k[rows], choices.min_p[rows])
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    if bad := int(np.sum(~(total.numpy() > 0))):
         raise NonFiniteError(
             f"the distributions of {bad} of {len(logprobs)} rows are not finite; the weights are probably NaN or infinite"
         )
-    weights = torch.softmax(logprobs, -1)  # row by row; exp over the whole block would split it between threads
-    cuts = ((choices.top_p < 1) | (choices.top_k > 0) | (choices.min_p > 0)).nonzero()[:, 0]
-    if len(cuts):
-        weights[cuts] = kept_weights(weights[cuts], choices.top_p[cuts], choices.top_k[cuts], choices.min_p[cuts])
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    target = (uniforms * cumulative[:, -1])[:, None]  # below the last entry even for the largest uniform, 1 - 2^-53
-    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    if bool(choices.greedy.any()):
-        tokens = torch.where(choices.greedy, logprobs.argmax(-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    target = uniforms[:, None] * total  # below the last entry even for the largest uniform, 1 - 2^-53
+    tokens = torch.searchsorted(cumulative, target, right=True)
+    if choices.greedy.numpy().any():
+        tokens = torch.where(choices.greedy[:, None], logprobs.argmax(-1, keepdim=True), tokens)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 
 def kept_weights(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
