@@ -40,7 +40,7 @@ def test_every_problem_is_in_one_split_with_all_its_variants() -> None:
     for problem in arithmetic:
         assert split_of(problem) == split_of(Arithmetic(problem.right, problem.left))
     assert split_of(Sorting("314159")) == split_of(Sorting("951413"))
-    assert split_of(Largest((12, 34, 56))) == split_of(Largest((56, 12, 34)))
+    assert split_of(Largest((12, 34, 56, 78, 90))) == split_of(Largest((56, 12, 90, 34, 78)))
     assert split_of(Countdown((1, 2, 3), 6, "1+2+3")) == split_of(Countdown((3, 1, 2), 6, "3*2*1"))
 
 
@@ -81,7 +81,7 @@ def test_problems_that_the_seeds_give_stay_as_they_are() -> None:
         "617072=",
         "10 12 16=14:",
         "87*60=",
-        "Which is the largest: 62, 56, 81?",
+        "Which is the largest: 37, 94, 87, 95, 28?",
     ]
 
 
@@ -97,7 +97,8 @@ def test_answers_and_solutions() -> None:
         Message("assistant", "7623"),
     )
     assert Calculator(77, "-", 12).answer == "65"
-    assert (Largest((37, 82, 15)).prompt, Largest((37, 82, 15)).answer) == ("Which is the largest: 37, 82, 15?", "82")
+    assert Largest((37, 82, 15, 60, 44)).prompt == "Which is the largest: 37, 82, 15, 60, 44?"
+    assert Largest((37, 82, 15, 60, 44)).answer == "82"
 
 
 def test_noise_has_the_shares_that_are_asked_for() -> None:

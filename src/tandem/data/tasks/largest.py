@@ -1,4 +1,4 @@
-"""Say which of three numbers is the largest, asked in plain English: `Which is the largest: 37, 82, 15?`, answered by `82`."""
+"""Say which of five numbers is the largest, asked in plain English: `Which is the largest: 37, 82, 15, 60, 44?`, answered by `82`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from tandem.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """Three different numbers from 10 to 99. The same three in another order are in the same split."""
+    """Five different numbers from 10 to 99. The same five in another order are in the same split."""
 
     name: ClassVar[str] = "largest"
     characters: ClassVar[str] = "Whic stelarg:,?0123456789"
 
-    numbers: tuple[int, int, int]
+    numbers: tuple[int, ...]
 
     @classmethod
     def draw(cls, rng: Random) -> Largest:
-        first, second, third = rng.sample(range(10, 100), 3)
-        return cls((first, second, third))
+        return cls(tuple(rng.sample(range(10, 100), 5)))
 
     @property
     def canonical(self) -> str:
@@ -39,4 +38,4 @@ class Largest:
         return (Message("assistant", self.answer),)
 
     def mistake(self, rng: Random) -> tuple[Message, ...]:
-        return (Message("assistant", str(rng.choice(sorted(self.numbers)[:2]))),)
+        return (Message("assistant", str(rng.choice(sorted(self.numbers)[:-1]))),)
