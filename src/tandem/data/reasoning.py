@@ -49,7 +49,7 @@ class ReasoningTasks:
 
 def _entries(generator: str, draws: int, seed: int) -> Any:
     try:
-        import reasoning_gym  # pyright: ignore[reportMissingImports]
+        import reasoning_gym  # pyright: ignore[reportMissingTypeStubs]
     except ModuleNotFoundError:
         raise DataError(
             f"the task {PREFIX}{generator} is made by the package reasoning-gym, which is not installed: "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
 
-import reasoning_gym  # pyright: ignore[reportMissingImports]
+import reasoning_gym  # pyright: ignore[reportMissingTypeStubs]
 
 from tandem.types import Episode, Task
 
