@@ -1,4 +1,4 @@
-"""Say which of five numbers is the largest, asked in plain English: `Which is the largest: 37, 82, 15, 60, 44?`, answered by `82`."""
+"""Say which of five numbers is the largest, asked in plain English: `Which is the largest: 37, 82, 15, 60, 44?` -> `82`."""
 
 from __future__ import annotations
 
