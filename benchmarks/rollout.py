@@ -114,7 +114,7 @@ def plain_numerics() -> Generator[None]:
         for name in ("TILE", "HEAD"):
             patches.enter_context(patch.object(numerics, name, 1 << 30))
         patches.enter_context(patch.object(numerics, "inner_tiles", lambda size: (slice(0, size),)))
-        patches.enter_context(patch.object(numerics, "gate", lambda gates, up: F.silu(gates) * up))
+        patches.enter_context(patch.object(numerics, "gate", lambda gates, up, _: F.silu(gates) * up))
         yield
 
 

@@ -25,7 +25,6 @@ from tandem.algos.advantages import group_baseline, spread
 from tandem.algos.aggregation import loss_weights
 from tandem.algos.columns import loss_ref
 from tandem.algos.table import configure
-from tandem.checkpoint.wire import whole_shards
 from tandem.data.builtin import TaskSet
 from tandem.data.tasks.sorting import Sorting
 from tandem.data_proto import DataProto
@@ -39,7 +38,7 @@ from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.trainer.sampler import TaskOrder, seed_of
 from tandem.types import Episode, Key, PolicyRef, SamplingParams, Task
-from tandem.weights import WeightShard
+from tandem.weights import WeightShard, whole_shards
 
 SEED, TASKS, GROUPS, GROUP_SIZE = 0, 512, 8, 8
 MAX_TOKENS, LR = 12, 3e-3
