@@ -119,7 +119,8 @@ def outcome(directory: Path) -> dict[str, Any]:
     Left out: how long things took, and which process incarnation a policy belonged to.
     """
     summary = json.loads((directory / "summary.json").read_text())
-    samples = [{**line, "policy": line["policy"].split(".")[-1]} for line in read_lines(directory / "samples.jsonl")]
+    text = (directory / "samples.jsonl").read_text().replace(str(directory.parent), "")  # reasons name the reward's file
+    samples = [{**line, "policy": line["policy"].split(".")[-1]} for line in map(json.loads, text.splitlines())]
     return {
         "weights": summary["weights"],
         "files": [path.read_bytes() for path in sorted((directory / "final").iterdir())],

@@ -36,5 +36,6 @@ def test_what_the_clock_decided_stays_decided(crash: str, tmp_path: Path) -> Non
             arguments.append("--resume")
         assert forked(arguments, directory / "log") == 0, (directory / "log").read_text()
         results.append(outcome(directory / "run"))
-        assert not any(line["key"].startswith("train:3.") for line in read_lines(directory / "run" / "samples.jsonl"))
+        group = [line for line in read_lines(directory / "run" / "samples.jsonl") if line["key"].startswith("train:3.")]
+        assert [line["dropped"] for line in group] == ["reward_failed"] * 4
     assert_same(results[1], results[0])
