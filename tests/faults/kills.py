@@ -89,17 +89,12 @@ class Run:
 
 
 def came_to(run: Path) -> dict[str, Any]:
-    """`outcome`, without what tells of the runtime (bytes that a publish moves), of kills (which rows outlived them) and of where
-    the run is.
-    """
+    """`outcome`, without what tells of the runtime (bytes that a publish moves) and of kills (which rows outlived them)."""
     found = outcome(run)
     for line in (*found["metrics"], *found["warmup"]):
         line.pop("publish/bytes", None)
         line.pop("queue/dropped/lost_policy", None)
         line.pop("queue/offered_again", None)
-    for line in found["samples"]:
-        if "reason" in line:
-            line["reason"] = line["reason"].replace(str(run.parent), "")
     return found
 
 
