@@ -101,7 +101,10 @@ def test_it_trains_in_processes_of_its_own_as_here(recipe: Path, run: Path, tmp_
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.library=tandem"], "model_type 'gpt2' is not supported; llama, mistral, qwen2, qwen3, gemma, smollm3 are. With model.library=transformers"),
+        (
+            ["model.library=tandem"],
+            "model_type 'gpt2' is not supported; llama, mistral, qwen2, qwen3, gemma, smollm3 are. With model.library=transformers",
+        ),
         (["algorithm=grpo", "reward.function=exact_match"], "the native engine generates with tandem's own decoder"),
         (["reward.function=exact_match"], "the native engine generates with tandem's own decoder"),
         (["algorithm=reward_model", *DPO[1:]], "reward_model trains a model of values, which model.library=transformers has not"),

@@ -88,7 +88,9 @@ def test_a_wait_has_an_end_and_a_name(check: Callable[[], None]) -> None:
 # ---------------------------------------------------------------------------------------------------- breakers
 
 
-async def _wait_by_the_clock(self: MemoryQueue, look: Callable[[], Any], who: Callable[[], str], columns: Any = frozenset()) -> Any:
+async def _wait_by_the_clock(
+    self: MemoryQueue, call: str, look: Callable[[], Any], who: Callable[[], str], columns: Any = frozenset()
+) -> Any:
     """A limit for the whole wait, whatever moves meanwhile."""
     try:
         async with asyncio.timeout(self._config.stall_limit_s):
@@ -99,8 +101,10 @@ async def _wait_by_the_clock(self: MemoryQueue, look: Callable[[], Any], who: Ca
     return found
 
 
-async def _nameless(self: MemoryQueue, look: Callable[[], Any], who: Callable[[], str], columns: Any = frozenset()) -> Any:
-    return await _WAIT(self, look, lambda: "somebody waits", columns)
+async def _nameless(
+    self: MemoryQueue, call: str, look: Callable[[], Any], who: Callable[[], str], columns: Any = frozenset()
+) -> Any:
+    return await _WAIT(self, call, look, lambda: "somebody waits", columns)
 
 
 async def _without_stacks(self: Pool[Any], what: str, waiting: Sequence[Any]) -> StalledError:

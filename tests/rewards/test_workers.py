@@ -82,13 +82,13 @@ def test_everything_that_travels_can_be_pickled() -> None:
 def test_a_hanging_function_is_killed_and_its_group_fails_while_others_go_on() -> None:
     async def use(reward: FunctionReward) -> None:
         hung, *others = await asyncio.gather(reward(task(), group("hang", "b")), *(values(reward, "a") for _ in range(4)))
-        assert [result.reason for result in hung] == [f"reward function '{MODULE}:reads' gave no answer within 0.5 s"] * 2
+        assert [result.reason for result in hung] == [f"reward function '{MODULE}:reads' gave no answer within 2 s"] * 2
         assert all(result.value is None for result in hung)
         assert len({worker for result in others for worker in result}) == 1  # the other worker judged all the others
         assert await values(reward, "a") != [None]
 
     sleeping = subprocess.run(["pgrep", "-f", "^sleep 1000$"], capture_output=True, check=False).stdout
-    run(RewardConfig(function=f"{MODULE}:reads", workers=2, limit_s=0.5), use)
+    run(RewardConfig(function=f"{MODULE}:reads", workers=2, limit_s=2.0), use)
     assert subprocess.run(["pgrep", "-f", "^sleep 1000$"], capture_output=True, check=False).stdout == sleeping
 
 
