@@ -59,7 +59,7 @@ SETTINGS = {
         Setting("sync", ()),
         Setting("durable", ("queue=durable", "trainer.snapshot_every=2")),
         Setting("roles", _PPO),
-        Setting("ranks", (*_PPO, "runtime=process", "runtime.pools={trainer: 2, reference: 1}")),
+        Setting("ranks", (*_PPO, "runtime=process", "runtime.pools={trainer: 2}")),
         Setting("ray", (*_PPO, "runtime=ray"), environment={"RAY_ADDRESS": "local"}),
         Setting("colocate_async", ("trainer.mode=colocate_async", _TIS), exact=False, staleness=1, reward=SLOW),
         Setting(
