@@ -54,6 +54,7 @@ def test_one_rank_elsewhere_is_one_rank_here_bit_for_bit(
     assert_same(trained(tmp_path / "run", *arguments, PROCESS, f"runtime.pools={pools}"), inline[arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_rank_in_a_ray_actor_is_one_rank_here_bit_for_bit(inline: dict[tuple[str, ...], Any], tmp_path: Path) -> None:
     found = trained(
@@ -78,7 +79,7 @@ def test_a_cluster_that_is_too_small_for_a_recipe_is_said_with_who_asks(tmp_path
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("runtime", ["process", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("runtime", ["process", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.ray])])
 def test_two_ranks_train_as_one_and_generate_exactly(runtime: str, inline: dict[tuple[str, ...], Any], tmp_path: Path) -> None:
     """Three roles share two processes; sums over ranks are in another order, and so agree within rounding."""
     there = {"RAY_ADDRESS": cluster().address} if runtime == "ray" else {}

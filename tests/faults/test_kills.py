@@ -151,7 +151,12 @@ def killed_and_gone_on_with(name: str, kills: Sequence[str], directory: Path, un
         assert_same(found, undisturbed(name))
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+_AT_EVERY_CHANGE = "a snapshot"  # `make test-slow` has all of them
+
+
+@pytest.mark.parametrize(
+    "chain", [pytest.param(each, marks=() if each == _AT_EVERY_CHANGE else pytest.mark.slow) for each in CHAINS]
+)
 def test_a_killed_run_loses_nothing_and_repeats_nothing(chain: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
     killed_and_gone_on_with(*CHAINS[chain], tmp_path, undisturbed)
 
