@@ -26,10 +26,12 @@ from tandem.models.values import VALUE_HEAD, ValueModel
 from tandem.runtime.placement import ResourcePool, place
 from tandem.runtime.pool import PoolGroup
 from tandem.runtime.process import Processes
+from tandem.runtime.ray import RayCluster
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import Key, Metrics
 from tandem.weights import WeightShard
+from tests.runtime.ray_cluster import cluster
 from tests.train.ranked import Trained, Trainer, train, whole
 from tests.train.rows import LORA, TINY, make_rows, tiny_auto, tiny_decoder, tiny_lora
 
@@ -55,13 +57,21 @@ class Pools:
         return self._runner.run(self._groups[ranks].call_each(method, *args))
 
 
-@pytest.fixture(scope="module", name="pools")
-def _pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+def processes(pools: Sequence[ResourcePool], logs: Path) -> Processes:
+    return Processes(place(pools, Hardware(cores=sum(pool.ranks for pool in pools))), logs, limit_s=60)
+
+
+def actors(pools: Sequence[ResourcePool], logs: Path) -> RayCluster:
+    cluster()
+    return RayCluster(pools, logs, limit_s=60)
+
+
+@pytest.fixture(scope="module", name="pools", params=[processes, pytest.param(actors, marks=[pytest.mark.slow, pytest.mark.ray])])
+def _pools(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Pools]:
     logs = tmp_path_factory.mktemp("logs")
     with asyncio.Runner() as runner:
         sizes = (1, 2)
-        seats = place([ResourcePool(f"of-{size}", size) for size in sizes], Hardware(cores=sum(sizes)))
-        runtime = Processes(seats, logs, limit_s=60)
+        runtime = request.param([ResourcePool(f"of-{size}", size) for size in sizes], logs)
         groups = {size: runtime.group("policy", f"of-{size}", FACTORY, collectives=True) for size in sizes}
         runner.run(runtime.__aenter__())
         yield Pools(runner, groups)
