@@ -337,7 +337,7 @@ async def _measure(recipe: Recipe, console: Console) -> None:
 
 async def _heldout_loss(recipe: Recipe, heldout: DatasetSection, model: Model) -> HeldOutLoss | None:
     """What measures the objective of a dataset, without the data that it is trained on."""
-    here = replace(recipe, data=replace(recipe.data, train=heldout), runtime=RuntimeConfig())
+    here = replace(recipe, data=replace(recipe.data, train=heldout), runtime=RuntimeConfig("inline"))
     phase, initial = main_phase(here, model, None, recipe.run.directory), recipe.run.directory / "initial"
     if (copied := phase.roles.copies) and not initial.is_dir():
         name = copied[0].name

@@ -344,6 +344,8 @@ class Recipe:
             raise ValueError("lora and train.top_layers: an adapter is all that is trained of a model; leave one out")
         if self.lora is not None and self.warmup is not None:
             raise ValueError("lora and warmup: what is warmed up is the model, and lora freezes it; warm up in a run of its own")
+        runtime = self.runtime.settled(beside_generation=self.trainer.mode == "separate_async")
+        object.__setattr__(self, "runtime", runtime)
 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> Resolved[Recipe]:

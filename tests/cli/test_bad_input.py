@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "context beyond the model's": (("engine.max_context=65",), ("65", "64")),
     "prompt longer than the context": (("engine.max_context=6", "warmup=null"), ("6", "max_context")),
     "demonstration longer than the context": (("engine.max_context=8",), ("tokens", "8")),
-    "a mode that is not built": (("trainer.mode=separate_async",), ("separate_async", "sync")),
+    "two sides in one process": (("trainer.mode=separate_async", "runtime=inline"), ("separate_async", "runtime=process")),
     "a GPU where there is none": (("run.device=cuda",), ("cuda", "cpu")),
     "more tasks than there are": (("data.heldout.size=1000000",), ("1000000",)),
     "missing template": (("model.template=no/such.jinja",), ("model.template", "no/such.jinja")),

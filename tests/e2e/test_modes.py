@@ -19,7 +19,7 @@ SLOW = REWARD.replace("def digits", "import time\n\ndef digits").replace("    re
 
 MODES = {
     "colocate_async": ("trainer.mode=colocate_async",),
-    "separate_async": ("trainer.mode=separate_async", "runtime=process", "runtime.pools={trainer: 1}"),
+    "separate_async": ("trainer.mode=separate_async",),
 }
 
 
@@ -72,7 +72,7 @@ def test_a_mode_overlaps_within_its_staleness(mode: str, staleness: int, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["trainer.mode=separate_async"], "add runtime=process"),
+        (["trainer.mode=separate_async", "runtime=inline"], "say runtime=process instead of inline"),
         (["trainer.mode=colocate_async", "trainer.staleness=0"], "for 0 use trainer.mode=sync"),
         (["trainer.staleness=1"], "contradicts trainer.mode=sync"),
         (["trainer.mode=colocate_async", "trainer.window=1"], "say what becomes of them"),

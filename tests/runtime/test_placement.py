@@ -6,7 +6,7 @@ import pytest
 
 from tandem.device import Hardware
 from tandem.errors import DeviceError
-from tandem.runtime.placement import Rank, ResourcePool, Seat, check, place, table
+from tandem.runtime.placement import Rank, ResourcePool, RuntimeConfig, Seat, check, place, table
 
 POOLS = [ResourcePool("trainer", 2, cores=2, devices=2), ResourcePool("rollout", 3, devices=1), ResourcePool("rewards", 1)]
 
@@ -88,3 +88,29 @@ def test_values_that_cannot_be() -> None:
 
 def test_ranks_that_share_rows_have_one_part() -> None:
     assert [Rank(index, 4, 2).part for index in range(4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "beside_generation", "name", "pools"),
+    [
+        (RuntimeConfig(), False, "inline", {}),
+        (RuntimeConfig(), True, "process", {"trainer": 1}),
+        (RuntimeConfig("inline"), True, "inline", {}),
+        (RuntimeConfig("process"), False, "process", {"trainer": 2}),
+        (RuntimeConfig("ray"), True, "ray", {"trainer": 1}),
+        (RuntimeConfig(pools={"policy": 3}), False, "process", {"policy": 3}),
+    ],
+)
+def test_what_a_recipe_leaves_out_follows_from_what_it_asks_for(
+    given: RuntimeConfig, beside_generation: bool, name: str, pools: dict[str, int]
+) -> None:
+    settled = given.settled(beside_generation=beside_generation)
+    assert (settled.name, settled.pools) == (name, pools)
+    assert settled.settled(beside_generation=beside_generation) == settled
+
+
+def test_one_process_has_no_pools() -> None:
+    with pytest.raises(ValueError, match=r"runtime\.pools=\{'trainer': 1\}, and with runtime=inline all is in this process"):
+        RuntimeConfig("inline", {"trainer": 1}).settled(beside_generation=False)
+    with pytest.raises(ValueError, match=r"runtime\.replicas=2, and with runtime=inline"):
+        RuntimeConfig(replicas=2).settled(beside_generation=False)

@@ -25,7 +25,7 @@ def test_asynchronous_modes_have_their_value(mode: Mode, placement: str) -> None
 
 def test_one_process_cannot_train_and_generate_at_once() -> None:
     schedule("colocate_async").check_runnable(one_process=True)
-    with pytest.raises(ConfigError, match=r"trainer\.mode=separate_async .* add runtime=process"):
+    with pytest.raises(ConfigError, match=r"trainer\.mode=separate_async .* say runtime=process"):
         schedule("separate_async").check_runnable(one_process=True)
 
 

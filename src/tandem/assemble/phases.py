@@ -114,8 +114,10 @@ def warmup_phase(recipe: Recipe, model: Model, directory: Path) -> Phase:
     warmup = recipe.warmup
     assert warmup is not None
     sft, num = configure("sft"), warmup.rows_per_step
-    pool = "policy" if "policy" in recipe.runtime.pools else "trainer"
-    alone = replace(recipe, runtime=replace(recipe.runtime, pools={pool: recipe.runtime.pools.get(pool, 1)}))
+    alone, pools = recipe, recipe.runtime.pools
+    if recipe.runtime.name != "inline":
+        pool = "policy" if "policy" in pools else "trainer"
+        alone = replace(recipe, runtime=replace(recipe.runtime, pools={pool: pools.get(pool, 1)}))
     return _dataset_phase(
         alone, model, directory, (), "warmup", warmup.data, None, sft, warmup.steps, num, warmup.train, LearnerConfig()
     )

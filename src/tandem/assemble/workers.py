@@ -99,12 +99,12 @@ def worker(rank: Rank, engine: TrainEngine, job: Job, queue: TransferQueue) -> M
 def joining(config: RuntimeConfig) -> Join:
     """How the queue joins rows, in memory that is shown to the workers."""
     match config.name:
-        case "inline":
-            return torch.cat
         case "process":
             return shared
         case "ray":
             return cast("Join", resolve("store of ray", _RAY, kind="runtime"))
+        case _:
+            return torch.cat
 
 
 class Workers:

@@ -6,7 +6,7 @@ A pool is a set of processes; roles that name the same pool share its processes,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from tandem.device import Hardware, Kind
@@ -35,23 +35,23 @@ _LONGEST_S = 365 * 86_400.0
 class RuntimeConfig:
     """Where the models are that are trained or read beside generation.
 
-    name: inline, in this process; process, in processes of this machine; ray, in actors of a Ray cluster. pools: processes by
-    pool; the role policy, critic, reference, ... is in the pool of its name, or else in pool "trainer". cores: threads of one
-    operation of a process. replicas: whole copies of a model among the processes of a pool, each copy cut over its share of them.
-    limit_s: how long a call may wait while no process answers, longer than the slowest step.
+    name: inline, in this process; process, in processes of this machine; ray, in actors of a Ray cluster; left out, process where
+    pools are named or generation goes on while models are trained, else inline. pools: processes by pool; the role policy, critic,
+    reference, ... is in the pool of its name, or else in pool "trainer"; left out, {trainer: 2}, or {trainer: 1} where generation
+    goes on meanwhile. cores: threads of one operation of a process. replicas: whole copies of a model among the processes of a
+    pool, each copy cut over its share of them. limit_s: how long a call may wait while no process answers, longer than the slowest
+    step.
     """
 
     SHORTHAND: ClassVar[str] = "name"
 
-    name: Literal["inline", "process", "ray"] = "inline"
-    pools: dict[str, int] = field(default_factory=lambda: {"trainer": 2})
+    name: Literal["inline", "process", "ray"] | None = None
+    pools: dict[str, int] = field(default_factory=dict[str, int])
     cores: int = 1
     replicas: int = 1
     limit_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if not self.pools:
-            raise ValueError("pools is empty: give at least one, e.g. {trainer: 2}")
         if self.replicas < 1:
             raise ValueError(f"replicas must be at least 1, got {self.replicas}")
         for pool in self.resource_pools:
@@ -59,6 +59,19 @@ class RuntimeConfig:
                 raise ValueError(f"replicas={self.replicas} does not divide the {pool.ranks} processes of pool {pool.name!r}")
         if not 0 < self.limit_s <= _LONGEST_S:
             raise ValueError(f"limit_s must be above 0 and at most {_LONGEST_S:g} (a year), got {self.limit_s}")
+
+    def settled(self, *, beside_generation: bool) -> RuntimeConfig:
+        """With name and pools filled in. beside_generation: generation has a process of its own.
+
+        Raises ValueError for what one process has no use for.
+        """
+        name = self.name or ("process" if self.pools or beside_generation else "inline")
+        if name != "inline":
+            return replace(self, name=name, pools=self.pools or {"trainer": 1 if beside_generation else 2})
+        if self.pools or self.replicas > 1:
+            given = f"runtime.pools={self.pools}" if self.pools else f"runtime.replicas={self.replicas}"
+            raise ValueError(f"{given}, and with runtime=inline all is in this process: add runtime=process, or leave it out")
+        return replace(self, name=name)
 
     @property
     def resource_pools(self) -> list[ResourcePool]:

@@ -57,8 +57,8 @@ class Schedule:
         """Raises ConfigError for a mode that the runtime cannot give. one_process: that rollout and training share."""
         if self.placement == "separate" and one_process:
             raise ConfigError(
-                f"trainer.mode={self.mode} trains and generates at the same time, which one process cannot: add runtime=process, "
-                f"or use trainer.mode=colocate_async, where they take turns"
+                f"trainer.mode={self.mode} trains and generates at the same time, which one process cannot: say runtime=process "
+                f"instead of inline, or use trainer.mode=colocate_async, where they take turns"
             )
 
     def check_correction(self, algorithm: Algorithm) -> None:
