@@ -85,6 +85,15 @@ def test_every_step_is_on_policy(run: Path) -> None:
     assert {(line["mismatch/tokens"], line["mismatch/max"], line["mismatch/ess"]) for line in steps} == {(0, 0, 1)}
 
 
+@pytest.mark.parametrize("overrides", [["algorithm=reinforce"], ["algorithm.bypass=true"]], ids=["no old_logprobs", "bypass"])
+def test_so_it_is_measured_where_the_policy_has_no_pass_before_its_update(tmp_path: Path, overrides: list[str]) -> None:
+    """By the first update of a batch alone: the next one is of weights that have moved away from the sampler's."""
+    assert tandem("train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}", "trainer.steps=2", *overrides) == 0
+    steps = [line for line in read_lines(tmp_path / "run/metrics.jsonl") if "train/loss" in line]
+    assert [line["train/optimizer_steps"] for line in steps] == [2, 2]
+    assert [(line["mismatch/tokens"], line["mismatch/max"], line["mismatch/ess"]) for line in steps] == [(0, 0, 1)] * 2
+
+
 def test_config_yaml_is_a_recipe_of_the_same_run(run: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
     assert tandem("train", str(run / "config.yaml"), f"run.dir={again}") == 0

@@ -164,7 +164,8 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
         )
     updates = _updates(recipe.trainer.steps - roles.warmup_steps, recipe.learner)
     on_policy = workers.shared and _on_policy(recipe, model, timing, chosen)
-    job = Job("policy", recipe.train.over(updates), chosen, against="rollout_logprobs" if on_policy else None)
+    by_pass = not on_policy and _has_pass(chosen)
+    job = Job("policy", recipe.train.over(updates), chosen, against=None if by_pass else "rollout_logprobs")
     policy = workers.group(model.decoder, job)
     workers.check()
     of_policy = [stages.on_policy(queue)] if on_policy else _policy_stages(chosen, policy, queue)
@@ -246,10 +247,14 @@ def _on_policy(recipe: Recipe, model: Model, timing: Schedule, chosen: Algorithm
     """
     exact = model.probed is not None and model.probed.exact
     one_step = recipe.learner.epochs * recipe.learner.minibatches == 1
-    wanted = reads(chosen)
-    by_pass = bool(chosen.params.get("bypass")) or "sum_pi_squared" in wanted or "old_logprobs" not in wanted
+    for_them_alone = _has_pass(chosen) and "sum_pi_squared" not in reads(chosen)
     fresh = timing.worst_age == 0 and not recipe.rollout.spare_groups
-    return exact and fresh and one_step and not by_pass
+    return exact and fresh and one_step and for_them_alone
+
+
+def _has_pass(chosen: Algorithm) -> bool:
+    """Whether the policy gives its logprobs before the update, which are measured against the sampler's then; else the update is."""
+    return not chosen.params.get("bypass") and not reads(chosen).isdisjoint({"old_logprobs", "sum_pi_squared"})
 
 
 def _policy_stages(chosen: Algorithm, workers: WorkerGroup, queue: MemoryQueue) -> list[BatchStage]:

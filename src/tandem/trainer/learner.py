@@ -56,20 +56,20 @@ class MinibatchLearner:
 
     async def update(self, batch: BatchRef, policy: PolicyRef) -> Metrics:
         metrics = Metrics()
-        for part in self._minibatches(batch):
+        for number, part in enumerate(self._minibatches(batch)):
             for role in self._roles:
                 if policy.version >= role.from_version:
-                    metrics += await self._step(role.workers, replace(part, unit=role.unit))
+                    metrics += await self._step(role.workers, replace(part, unit=role.unit), first=number == 0)
         return metrics
 
-    async def _step(self, workers: WorkerGroup, part: BatchRef) -> Metrics:
+    async def _step(self, workers: WorkerGroup, part: BatchRef, *, first: bool) -> Metrics:
         try:
             metrics = await workers.call(TrainWorker.weigh, part)
         except EmptyBatchError:
             if self._config.on_empty == "error":
                 raise
             return Metrics.sum({"train/skipped_empty": 1})
-        return metrics + await workers.call(TrainWorker.update, part)
+        return metrics + await workers.call(TrainWorker.update, part, first)
 
     def _minibatches(self, batch: BatchRef) -> Iterator[BatchRef]:
         """Of whole groups; a data row without companions is its own group. The order depends on seed, batch and epoch."""

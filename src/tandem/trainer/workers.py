@@ -106,7 +106,7 @@ class TrainWorker(ModelWorker):
 
     objective: a configured row. role: columns of its optimiser steps are role_loss_weights, ... in the queue; its metrics
     are role/loss, ..., and train/loss, ... where it is the policy. ranks: over how many its engine averages gradients.
-    against: a column of logprobs that an update measures the mismatch of its own to, where no pass before it does.
+    against: a column of logprobs that the first update of a batch measures the mismatch of its own to, where no pass before it does.
     """
 
     def __init__(
@@ -139,15 +139,15 @@ class TrainWorker(ModelWorker):
         return self._named(Metrics.sum({"train/tokens": int(rows["mask"].sum()), "train/optimizer_steps": 1}))
 
     @register(Dispatch.SPLIT, Collect.SUM)
-    async def update(self, batch: BatchRef) -> Metrics:
-        """One optimiser step on these rows, which have been weighed."""
+    async def update(self, batch: BatchRef, first: bool = True) -> Metrics:
+        """One optimiser step on these rows, which have been weighed. first: no other step of their batch was before it."""
         crash_point("update.before")
         rows = await self._weighed(batch)
         metrics, found = self.engine.forward_backward(rows, self._loss)
         crash_point("update.before_step")
         metrics += self.engine.step()
         crash_point("update.after_step")
-        return self._named(metrics) + self._mismatch(rows, found)
+        return self._named(metrics) + (self._mismatch(rows, found) if first else Metrics())
 
     @register(Dispatch.SPLIT, Collect.SUM)
     async def evaluate(self, batch: BatchRef) -> Metrics:
