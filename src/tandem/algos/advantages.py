@@ -68,10 +68,10 @@ def group_baseline(
             case "none":
                 advantages = centred
             case "group":
-                advantages = _divided(centred, groups.members(_deviations(centred, groups, ddof) + std_eps))
+                advantages = centred / groups.members(_divisor(_deviations(centred, groups, ddof) + std_eps))
             case "batch":
                 squares_of_all = (_centred(to_array(rewards_B)) ** 2).sum()
-                advantages = _divided(centred, np.sqrt(squares_of_all / max(len(centred) - ddof, 1)) + std_eps)
+                advantages = centred / _divisor(np.sqrt(squares_of_all / max(len(centred) - ddof, 1)) + std_eps)
     if singleton == "reward":
         alone = groups.size == 1  # whose advantage is 0 without this, since its own mean is its reward
         advantages = np.where(alone, to_array(rewards_B), advantages)
@@ -85,13 +85,13 @@ def _deviations(centred_B: Array, groups: Groups, ddof: int) -> Array:
 
 def _among_others(centred_B: Array, groups: Groups, std_eps: float | None, ddof: int) -> Array:
     """[B]: each value less the mean of the other members, over their deviation where `std_eps` is given."""
-    others = np.maximum(groups.size - 1, 1)
-    advantages = centred_B + centred_B / others
+    others_G = np.maximum(groups.sizes - 1, 1)
+    advantages = centred_B * groups.members((others_G + 1) / others_G)
     if std_eps is None:
         return advantages
     # The squares around the mean of the others: take out this episode's own, then shift the centre. What rounding leaves of
     # equal others is not a deviation.
-    squares = groups.sum(centred_B * centred_B)
+    squares, others = groups.sum(centred_B * centred_B), groups.members(others_G)
     of_others = squares - centred_B**2 - centred_B**2 / others
     std = np.sqrt(np.where(of_others > 1e-12 * squares, of_others, 0.0) / np.maximum(others - ddof, 1))
     return advantages / np.where(std > 0, std + std_eps, 1.0)
@@ -147,7 +147,7 @@ def mean_normalized(rewards_B: Tensor, groups_B: Tensor, *, mean_eps: float = 1e
     groups = Groups(groups_B)
     shifted, mean = _shifted(rewards_B, groups), groups.mean(to_array(rewards_B))
     learns = (groups.size > 1) & (mean > 0)
-    return _column(np.where(learns, _divided(shifted - groups.mean(shifted), mean + mean_eps), 0.0), rewards_B)
+    return _column(np.where(learns, (shifted - groups.mean(shifted)) / _divisor(mean + mean_eps), 0.0), rewards_B)
 
 
 @checked
@@ -166,7 +166,7 @@ def best_of_group(
     second = groups.highest(np.where(is_best, 0.0, shifted))
     gap = np.where(is_best & (groups.sum(is_best.astype(np.float64)) == 1), shifted - second, 0.0)
     if scale == "group":
-        gap = _divided(gap, groups.members(_deviations(shifted - groups.mean(shifted), groups, 1) + std_eps))
+        gap /= groups.members(_divisor(_deviations(shifted - groups.mean(shifted), groups, 1) + std_eps))
     return _column(gap, rewards_B)
 
 
@@ -225,9 +225,9 @@ def _centred(values: Array) -> Array:
     return shifted - shifted.sum() / max(len(values), 1)
 
 
-def _divided(centred: Array, divisor: Array) -> Array:
-    """0 stays 0 over a divisor of 0, which is that of equal values."""
-    return centred / (divisor + (divisor == 0))
+def _divisor(scale: Array) -> Array:
+    """`scale`, but 1 for 0, which is that of equal values: their differences, 0, stay 0."""
+    return scale + (scale == 0)
 
 
 def _column(values_B: Array, like: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def keep(values_N: Tensor, mask_N: Tensor, num_counted: int | None = None) -> Te
 
 def num_counted(mask_N: Tensor) -> int:
     """How many tokens count."""
-    if mask_N.device.type != "cpu":
+    if not mask_N.is_cpu:
         return int(mask_N.sum())
     mask = mask_N.numpy()  # whose look at bools costs half of torch's, and its count a third
     return len(mask) if mask.all() else int(np.count_nonzero(mask))
@@ -84,7 +84,7 @@ def require_layout(mask_N: Tensor, lengths_B: Tensor | None) -> None:
         return
     if lengths_B.dtype.is_floating_point or lengths_B.dim() != 1:
         raise ColumnError(f"lengths must be int64 [B], got {lengths_B.dtype} {list(lengths_B.shape)}")
-    if (total := int(lengths_B.sum())) != len(mask_N):
+    if (total := lengths_B.sum().item()) != mask_N.shape[0]:
         raise ColumnError(f"lengths of {len(lengths_B)} rows add up to {total} tokens and column 'mask' has {len(mask_N)}")
 
 
@@ -102,8 +102,8 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensors = {name: value for name in axes if isinstance(value := given.get(name), Tensor)}
+        given = (*zip(names, args, strict=False), *kwargs.items())
+        tensors = {name: value for name, value in given if name in axes and isinstance(value, Tensor)}
         _require_shapes(tensors, axes)
         for name in of_rows:
             if name in tensors:
@@ -121,11 +121,11 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def _require_shapes(tensors: Mapping[str, Tensor], axes: Mapping[str, str]) -> None:
     sizes = _FIXED.copy()
     for name, tensor in tensors.items():
-        shape = tensor.shape
-        if len(shape) != len(axes[name]):
-            raise ColumnError(f"{_said(name)} must be [{', '.join(axes[name])}], got shape {list(shape)}")
-        for axis, size in zip(axes[name], shape, strict=True):
-            if size != (want := sizes.setdefault(axis, size)):
+        shape, of = tensor.shape, axes[name]
+        if len(shape) != len(of):
+            raise ColumnError(f"{_said(name)} must be [{', '.join(of)}], got shape {list(shape)}")
+        for axis, size in zip(of, shape, strict=True):
+            if (want := sizes.setdefault(axis, size)) != size:
                 other = next(each for each in tensors if axis in axes[each])
                 fits = f" where {want} are needed" if axis in _FIXED else f" and {_said(other)} has {want}"
                 raise ColumnError(f"{_said(name)} has {size} entries along {axis}{fits}: they are not of one batch")

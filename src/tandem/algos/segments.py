@@ -28,8 +28,8 @@ def on_tokens(values_B: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def _repeated(values_B: Tensor, lengths_B: Tensor) -> Tensor:
-    if values_B.device.type == "cpu" and values_B.dtype != torch.bfloat16:  # which NumPy does not know
-        return torch.from_numpy(np.repeat(values_B.numpy(), lengths_B.numpy(force=True)))
+    if values_B.is_cpu and values_B.dtype != torch.bfloat16:  # which NumPy does not know
+        return torch.from_numpy(values_B.numpy().repeat(lengths_B.numpy(force=True)))
     return torch.repeat_interleave(values_B, lengths_B.to(values_B.device))
 
 
