@@ -33,7 +33,7 @@ PEERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("verl==0.9.1", "--no-deps"),
         ("--editable", f"{ROOT}[ray]"),
         ("omegaconf", "hydra-core", "transformers<5.11", "codetiming", "pandas", "torchdata", "dill", "datasets"),
-        ("accelerate", "peft", "psutil", "pylatexenc", "pillow", "cachetools"),
+        ("accelerate", "peft", "psutil", "pylatexenc", "pillow", "cachetools", "orjson"),
     ),
 }
 """What is installed for a peer, one call of pip after the other; verl's own pins would take Tandem's tensordict away."""
@@ -57,7 +57,7 @@ SCRIPTS = {
     "algos": Script("verl", 150),
     "rollout": Script("", 500, ("--transformers-python", sys.executable)),
     "modes": Script("", 500, ("--rounds", "3", "--updates", "6")),
-    "queue": Script("verl", 250),
+    "queues": Script("verl", 250),
     "weight_sync": Script("", 250),
     "runtime": Script("verl", 250),
 }
