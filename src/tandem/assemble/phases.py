@@ -253,7 +253,7 @@ def _on_policy(recipe: Recipe, model: Model, timing: Schedule, chosen: Algorithm
 
 
 def _has_pass(chosen: Algorithm) -> bool:
-    """Whether the policy gives its logprobs before the update, which are measured against the sampler's then; else the update is."""
+    """Whether the policy gives its logprobs before the update: these, else the update's, are measured against the sampler's."""
     return not chosen.params.get("bypass") and not reads(chosen).isdisjoint({"old_logprobs", "sum_pi_squared"})
 
 

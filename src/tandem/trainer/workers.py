@@ -106,7 +106,7 @@ class TrainWorker(ModelWorker):
 
     objective: a configured row. role: columns of its optimiser steps are role_loss_weights, ... in the queue; its metrics
     are role/loss, ..., and train/loss, ... where it is the policy. ranks: over how many its engine averages gradients.
-    against: a column of logprobs that the first update of a batch measures the mismatch of its own to, where no pass before it does.
+    against: a column of logprobs that the first update of a batch measures the mismatch of its own to, where no pass before does.
     """
 
     def __init__(
