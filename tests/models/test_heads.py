@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +14,7 @@ from tandem.errors import ColumnError
 from tandem.models import heads
 from tandem.models.decoder import Decoder
 from tandem.models.heads import next_logprobs, row_logprobs, row_sum_pi_squared, row_top, row_values, token_logprobs, top_logprobs
+from tandem.models.language_model import LanguageModel
 from tandem.models.values import VALUE_HEAD, ValueModel
 from tests.models.tiny import config, loud, tokens
 
@@ -68,11 +73,40 @@ def test_logits_never_exist_for_more_than_a_chunk(monkeypatch: pytest.MonkeyPatc
     decoder = loud(config())
     hidden, targets, temperature = inputs(decoder)
     rows: list[int] = []
-    whole = heads._logprobs
-    monkeypatch.setattr(heads, "_logprobs", lambda h, w, d: rows.append(len(h)) or whole(h, w, d))
-    monkeypatch.setattr(heads, "CHUNK_LOGITS", 40 * decoder.config.vocab_size)
+    whole = heads.numerics.linear
+    monkeypatch.setattr(heads.numerics, "linear", lambda h, w: rows.append(len(h)) or whole(h, w))
+    monkeypatch.setattr(heads, "KEPT_BYTES", 40 * decoder.config.vocab_size * 4)
     token_logprobs(decoder, hidden, targets, temperature)[0].sum().backward()
     assert rows == [48, 32, 48, 32]  # forward and backward; 40 rows of logits round up to 48, 70 rows to 80
+
+
+def test_parts_of_a_cache_change_no_bits_and_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = loud(config())
+    hidden, targets, temperature = inputs(decoder)
+
+    def found() -> list[Tensor | None]:
+        hidden.grad = decoder.output_weight.grad = None
+        logprobs, entropy = token_logprobs(decoder, hidden, targets, temperature, with_entropy=True)
+        assert entropy is not None
+        (logprobs.square().sum() + entropy.sum()).backward()
+        return [logprobs, entropy, hidden.grad, decoder.output_weight.grad]
+
+    whole = found()
+    monkeypatch.setattr(heads, "CACHED_LOGITS", 16 * decoder.config.vocab_size)
+    for got, want in zip(found(), whole, strict=True):
+        assert torch.equal(cast("Tensor", got), cast("Tensor", want))
+
+
+def test_the_gradient_of_a_likely_token_is_not_that_of_a_rounded_probability() -> None:
+    """In bfloat16 the number before 1 is 1 - 2^-8, and a probability of 0.999 would be 1."""
+    weight = torch.tensor([[7.0], [0.0]], dtype=torch.bfloat16).repeat(1, 16) / 16
+    model = SimpleNamespace(output_weight=weight)
+    hidden = torch.ones(1, 16, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _ = token_logprobs(cast("LanguageModel", model), hidden, torch.tensor([0]), torch.ones(1))
+    logprobs.sum().backward()
+    assert hidden.grad is not None
+    p = 1 / (1 + math.exp(-7))
+    assert hidden.grad[0, 0].item() == pytest.approx(7 / 16 * (1 - p), rel=0.02)
 
 
 def test_a_frozen_output_layer_gets_no_gradient() -> None:

@@ -10,6 +10,7 @@ Legend: M rows, V vocabulary, D width, K tokens looked up at one place, B rows o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,9 @@ from tandem.models.language_model import LanguageModel
 from tandem.models.numerics import ROWS, padded
 from tandem.models.values import ValueModel
 
-CHUNK_LOGITS = 1 << 24  # logits held at a time by default: 64 MiB
+CHUNK_LOGITS = 1 << 24  # logits held at a time where nothing is passed back
+KEPT_BYTES = 1 << 28  # of logits, in the compute dtype, held at a time by default where something is
+CACHED_LOGITS = 1 << 20  # gone through at a time in float32, so that they stay in a processor's cache
 
 
 def next_logprobs(model: LanguageModel, hidden: Tensor, temperature: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -52,11 +55,12 @@ def token_logprobs(
 
     hidden [M, D], targets int64 [M] or [M, K], and the logprobs of their shape; temperature [M] (0 counts as 1). Both results
     are differentiable in hidden and in the output layer. Logits exist for `chunk_rows` rows at a time (by default for
-    CHUNK_LOGITS logits) and, unless all are one chunk, are computed again in the backward pass. Neither the chunks nor the
+    KEPT_BYTES) and, unless all are one chunk, are computed again in the backward pass. Neither the chunks nor the
     other rows change a row's bits: they are `next_logprobs`'s.
     """
     weight, rows = model.output_weight, hidden.shape[0]
-    step, sought = _chunk(weight, chunk_rows), targets if targets.ndim == 2 else targets[:, None]
+    step = _chunk(weight, chunk_rows or KEPT_BYTES // (weight.shape[0] * weight.itemsize))
+    sought = targets if targets.ndim == 2 else targets[:, None]
     args = (
         _pad_rows(hidden),
         weight,
@@ -168,27 +172,41 @@ def _divisor(temperature: Tensor) -> Tensor:
 
 
 def _logprobs(hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
-    return numerics.log_softmax(numerics.linear(hidden, weight).float().div_(divisor))
+    return _soft(numerics.linear(hidden, weight), divisor)
+
+
+def _soft(logits: Tensor, divisor: Tensor) -> Tensor:
+    """Log-softmax of logits / divisor; float32 logits are written over."""
+    return numerics.log_softmax(logits.float().div_(divisor))
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Rows are padded, targets [M, K]. Gives log-probabilities [M, K] and entropies (empty unless asked for)."""
+    """Rows are padded, targets [M, K]. Gives log-probabilities [M, K] and entropies (empty unless asked for).
+
+    Logits, then the probabilities, then the gradient of the logits have one place in memory, a piece of rows at a time: the kernels
+    of products want many rows at once. All else goes through them in parts that a processor's cache holds.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor, step: int, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        rows = hidden.shape[0]
+        rows, trained = hidden.shape[0], any(ctx.needs_input_grad)
         logprobs, entropy = torch.empty(targets.shape), torch.empty(rows if with_entropy else 0)
-        all_logprobs = None
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
-            all_logprobs = _logprobs(hidden[part], weight, divisor[part])
-            logprobs[part] = all_logprobs.gather(1, targets[part])
-            if with_entropy:
-                entropy[part] = all_logprobs.exp().mul_(all_logprobs).sum(1).neg_()
-        kept = all_logprobs if rows <= step else None  # those of all rows, where they are one chunk
-        ctx.save_for_backward(hidden, weight, targets, divisor, entropy, kept)
+        held = hidden
+        for piece in _slices(0, rows, step):
+            held = numerics.linear(hidden[piece], weight)
+            for at in _slices(piece.start, piece.stop, _chunk(weight, CACHED_LOGITS // weight.shape[0])):
+                part = held[at.start - piece.start : at.stop - piece.start]
+                soft = _soft(part, divisor[at])
+                logprobs[at] = soft.gather(1, targets[at])
+                if trained or with_entropy:
+                    p = soft.exp()
+                    part.copy_(p)
+                    if with_entropy:
+                        entropy[at] = soft.mul_(p).sum(1).neg_()
+        kept = held if trained and rows <= step else None  # the probabilities of all rows, where they are one piece
+        ctx.save_for_backward(hidden, weight, targets, divisor, logprobs, entropy, kept)
         ctx.step = step
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -196,24 +214,33 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """With z = logits / temperature: d logprob / dz = onehot - p for each target, d entropy / dz = -p (log p + entropy)."""
-        hidden, weight, targets, divisor, entropy, kept = ctx.saved_tensors
-        for_hidden, for_weight, *_ = ctx.needs_input_grad
+        hidden, weight, targets, divisor, logprobs, entropy, kept = ctx.saved_tensors
+        rows, (for_hidden, for_weight, *_) = hidden.shape[0], ctx.needs_input_grad
         grad_logprobs = torch.zeros(targets.shape) if grads[0] is None else grads[0] / divisor
         grad_entropy = None if grads[1] is None or not entropy.numel() else grads[1][:, None] / divisor
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
-        grad_weight = torch.zeros(weight.shape) if for_weight else None
-        for start in range(0, hidden.shape[0], ctx.step):
-            part = slice(start, start + ctx.step)
-            all_logprobs = _logprobs(hidden[part], weight, divisor[part]) if kept is None else kept
-            grad = all_logprobs.exp()
-            if grad_entropy is None:
-                grad.mul_(-grad_logprobs[part].sum(1, keepdim=True))
-            else:
-                change = (all_logprobs + entropy[part, None]).mul_(grad_entropy[part])
-                grad.mul_(change.add_(grad_logprobs[part].sum(1, keepdim=True)).neg_())
-            grad = grad.scatter_add_(1, targets[part], grad_logprobs[part]).to(hidden.dtype)
+        grad_weight: Tensor | None = None
+        for piece in _slices(0, rows, ctx.step):
+            held = numerics.linear(hidden[piece], weight) if kept is None else kept
+            for at in _slices(piece.start, piece.stop, _chunk(weight, CACHED_LOGITS // weight.shape[0])):
+                part = held[at.start - piece.start : at.stop - piece.start]
+                p = _soft(part, divisor[at]).exp() if kept is None else part.float()
+                p.scatter_(1, targets[at], logprobs[at].exp())  # 1 - p must not be that of a rounded p
+                change = p * grad_logprobs[at].sum(1, keepdim=True)
+                if grad_entropy is not None:
+                    change.add_(torch.xlogy(p, p).add_(p.mul_(entropy[at, None])).mul_(grad_entropy[at]))
+                part.copy_(change.neg_().scatter_add_(1, targets[at], grad_logprobs[at]))
             if grad_hidden is not None:
-                grad_hidden[part] = numerics.product(grad, weight)
-            if grad_weight is not None:
-                grad_weight += numerics.product(grad.t(), hidden[part])
+                grad_hidden[piece] = numerics.product(held, weight)
+            if for_weight:
+                found = numerics.product(held.t(), hidden[piece])
+                if grad_weight is None:
+                    grad_weight = found if kept is not None else found.float()
+                else:
+                    grad_weight += found
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
+    """From start to stop in steps."""
+    return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
