@@ -33,6 +33,8 @@ def resolve(name: str, table: Mapping[str, str], *, kind: str = "component") -> 
     its module cannot be imported (with the extra that brings a missing package).
     """
     if ":" not in name and name not in table:
+        if name.endswith(".py"):
+            raise RegistryError(f"{kind} {name!r} is a file, and not what is in it: write '{name}:NAME'")
         near = difflib.get_close_matches(name, table, n=1)
         advice = f"; did you mean {near[0]!r}?" if near else "."
         known = ", ".join(sorted(table)) or "none"

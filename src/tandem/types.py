@@ -166,16 +166,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = {
-            "temperature": self.temperature == 0 or 1e-6 <= self.temperature < math.inf,  # float32 divides logits by it
-            "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k >= 0,
-            "min_p": 0 <= self.min_p < 1,
-            "max_tokens": self.max_tokens >= 1,
-            "stop": all(self.stop),
+            "temperature": (self.temperature == 0 or 1e-6 <= self.temperature < math.inf, "must be 0 (greedy) or at least 1e-6"),
+            "top_p": (0 < self.top_p <= 1, "must be above 0 and at most 1 (all)"),
+            "top_k": (self.top_k >= 0, "must be at least 0 (all)"),
+            "min_p": (0 <= self.min_p < 1, "must be at least 0 (all) and below 1"),
+            "max_tokens": (self.max_tokens >= 1, "must be at least 1"),
+            "stop": (all(self.stop), "must not hold an empty text"),
         }
-        for name, good in checks.items():
+        for name, (good, need) in checks.items():
             if not good:
-                raise ValueError(f"sampling parameter {name}={getattr(self, name)!r} is out of range")
+                raise ValueError(f"sampling parameter {name}={getattr(self, name)!r} {need}")
 
     @property
     def full_support(self) -> bool:

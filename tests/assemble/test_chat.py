@@ -87,7 +87,7 @@ def test_characters_of_several_tokens_appear_whole() -> None:
 def test_what_is_wrong_is_said(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot read .*nowhere/config\.json"):
         said(tmp_path / "nowhere", how=Chat())
-    with pytest.raises(ConfigError, match="sampling parameter temperature=-1 is out of range"):
+    with pytest.raises(ConfigError, match="sampling parameter temperature=-1 must be 0"):
         said(model, how=Chat(temperature=-1))
     (model / "final" / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match="has no chat template"):

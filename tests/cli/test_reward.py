@@ -1,4 +1,4 @@
-"""`tandem reward check`, and what newcomers get wrong about rewards: each one message and exit code 2."""
+"""`tandem reward check`; what newcomers get wrong about rewards is in test_mistakes.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.cli.test_bad_input import complaint, train
+from tests.cli.test_bad_input import train
 from tests.e2e.runs import tandem, write_recipe
 
 VERL = """
@@ -75,50 +75,3 @@ def test_given_answers_are_judged_as_parts(tmp_path: Path, capsys: pytest.Captur
 def test_rewards_that_say_nothing_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path, "-n", "2", "reward.function=environment") == 0
     assert "warning: every answer is worth 0" in capsys.readouterr().out
-
-
-MISTAKES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "other arguments": ("def f(text, gold): return 1.0", (), ("(text, gold)", "(task, group)", "solution_str", "completions")),
-    "arguments of two": ("def f(completions, solution_str): return 1.0", (), ("verl's and TRL's",)),
-    "an argument that nobody gives": ("def f(solution_str, tokenizer): return 1.0", (), ("'tokenizer'",)),
-    "a column that the data has not": ("def f(completions, solution): return [1.0]", (), ("'solution'",)),
-    "one number for many": ("def f(completions): return 1.0", (), ("returned 1.0", "a list with one number")),
-    "a dict without a score": ("def f(solution_str): return {'reward': 1.0}", (), ("a dict must have a score",)),
-    "a text": ("def f(solution_str): return 'good'", (), ("returned 'good'",)),
-    "params that it does not take": ("def f(solution_str): return 1.0", ("reward.params={k: 1}",), ("'k'",)),
-    "always an exception": ("def f(solution_str): return 1 / 0", (), ("none of 4 answers could be judged", "ZeroDivisionError")),
-    "a module that is not there": ("import nltkk\ndef f(solution_str): return 1.0", (), ("needs the package 'nltkk'",)),
-    "a syntax error": ("def f(solution_str) return 1.0", (), ("SyntaxError", "reward.py:1")),
-    "no pattern": ("", ("reward.function=regex",), ("'pattern'",)),
-    "a pattern that is none": ("", ("reward.function=regex", "reward.params={pattern: '('}"), ("the pattern '('",)),
-    "no reward": ("", ("reward=null",), ("no reward to check",)),
-    "two at once": ("", ("reward.parts={a: {function: regex}}",), ("give one of function",)),
-    "a part of nothing": ("", ("reward={function: null, parts: {a: {weight: 1.0}}}",), ("reward.parts.a", "give one of function")),
-    "a judge without a model": ("", ("reward={function: null, judge: {url: 'http://h/v1'}}",), ("reward.judge.model is required",)),
-    "a key that is not set": (
-        "",
-        ("reward={function: null, url: 'http://127.0.0.1:1/', key_env: TANDEM_NO_SUCH_KEY}",),
-        ("TANDEM_NO_SUCH_KEY", "export it"),
-    ),
-    "a try longer than all": (
-        "",
-        ("reward={function: null, url: 'http://h/', try_limit_s: 99.0}",),
-        ("try_limit_s=99.0 is above",),
-    ),
-    "answers of other data": ("", ("--answers", "FILE"), ("'gsm8k-1'", "ids are like")),
-}
-
-
-@pytest.mark.parametrize(("source", "arguments", "words"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_named(
-    source: str, arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "answers.jsonl").write_text('{"task": "gsm8k-1", "text": "4"}\n')
-    given = [argument.replace("FILE", str(tmp_path / "answers.jsonl")) for argument in arguments]
-    recipe = write_recipe(tmp_path)
-    if source:
-        (tmp_path / "reward.py").write_text(source + "\n")
-        given.append(f"reward.function={tmp_path / 'reward.py'}:f")
-    assert tandem("reward", "check", str(recipe), "-n", "2", *given) == 2
-    message = complaint(capsys)
-    assert [word for word in words if word not in message] == []

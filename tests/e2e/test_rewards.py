@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,18 +20,26 @@ ROOT = Path(__file__).parents[2]
 
 
 class Judge(ThreadingHTTPServer):
-    """Judges as the tiny recipe's function does. fickle: an episode of training that comes again gets another value."""
+    """Judges as the tiny recipe's function does. fickle: an episode of training that comes again gets another value.
+
+    busy: so many calls with episodes are answered with 503 first. began_s: when each of them came.
+    """
 
     daemon_threads = True
 
-    def __init__(self, *, fickle: bool = False) -> None:
+    def __init__(self, *, fickle: bool = False, busy: int = 0) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.fickle = fickle
+        self.fickle, self.busy = fickle, busy
+        self.began_s: list[float] = []
         self.asked: Counter[str] = Counter()
 
     @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/score"
+
+    @property
     def override(self) -> str:
-        return f"reward={{function: null, url: 'http://127.0.0.1:{self.server_address[1]}/score'}}"
+        return f"reward={{function: null, url: '{self.url}'}}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -38,8 +47,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        content = json.dumps([self._value(episode) for episode in body["episodes"]]).encode()
-        self.send_response(200)
+        if body["episodes"]:
+            self.server.began_s.append(time.monotonic())
+        if refused := bool(body["episodes"]) and self.server.busy > 0:
+            self.server.busy -= 1
+        content = b"" if refused else json.dumps([self._value(episode) for episode in body["episodes"]]).encode()
+        self.send_response(503 if refused else 200)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -57,8 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def judging(*, fickle: bool = False) -> Generator[Judge]:
-    with Judge(fickle=fickle) as server:
+def judging(*, fickle: bool = False, busy: int = 0) -> Generator[Judge]:
+    with Judge(fickle=fickle, busy=busy) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

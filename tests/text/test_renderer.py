@@ -9,7 +9,7 @@ from tandem.errors import DataError, ModelError
 from tandem.text.renderer import PLAIN_TEMPLATE, TemplateRenderer
 from tandem.text.tokenizer import character_tokenizer
 from tandem.types import Message, ToolCall
-from tests.text.chats import STYLES, THINKING, chatml, llama3
+from tests.text.chats import STYLES, THINKING, chatml, llama3, smollm2
 
 CHATS: dict[str, tuple[Message, ...]] = {
     "one turn": (Message("user", "Hi é中\n\n  there"),),
@@ -67,6 +67,15 @@ def test_tools_and_calls_are_rendered_as_by_transformers(tmp_path: Path) -> None
     following = renderer.following(messages[:2], messages[2:], closed=True, tools=TOOLS)
     assert following is not None
     assert renderer.text(following) == "\ntool\n3\nassistant\n"  # the call is not written again
+
+
+def test_smollm2_introduces_itself_where_nobody_else_does(tmp_path: Path) -> None:
+    """The real template, and what it writes."""
+    renderer = TemplateRenderer(smollm2(tmp_path))
+    said = renderer.text(renderer.opening((Message("user", "Hi"),)))
+    introduction = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n"
+    assert said == f"{introduction}user\nHi\nassistant\n"
+    assert renderer.text(renderer.opening((Message("system", "S"), Message("user", "Hi")))) == "system\nS\nuser\nHi\nassistant\n"
 
 
 @pytest.mark.parametrize("style", STYLES)

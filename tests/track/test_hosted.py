@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 
+from tandem.errors import ConfigError
 from tandem.track.hosted import HostedTracker, TrackedRun
 from tandem.types import Metric, Metrics
 
@@ -198,6 +199,17 @@ def test_a_service_that_sees_to_repeats_itself_is_told_again(hosted: Callable[..
         hosted(repeats=True).log(Metrics.mean({"loss": 1.0}), 4)
     assert SENT == [(4, {"loss": 1.0})] * 2
     assert len({record for _, record, _ in OPENED}) == 1
+
+
+def test_a_client_without_an_account_is_one_message_and_begins_no_record(tmp_path: Path) -> None:
+    def refused(run: TrackedRun, record: str, *, begun: bool) -> ListClient:
+        raise PermissionError("No API key\nconfigured.")
+
+    tracker = HostedTracker(TrackedRun(tmp_path, "mine", {}), "list", refused, repeats=True, refusals=(PermissionError,))
+    with pytest.raises(ConfigError, match=r"logs names list, whose client refuses: No API key configured\.; .*tracking\.md"):
+        tracker.log(Metrics.mean({"loss": 1.0}), 1)
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_metric_of_nothing_is_sent_as_what_it_is(hosted: Callable[..., HostedTracker]) -> None:

@@ -5,6 +5,7 @@ It knows nothing of what a run writes there but its config.yaml and its snapshot
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Generator
@@ -78,14 +79,28 @@ def open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, co
             number = next(i for i in range(1, 1_000_000) if not directory.with_name(f"{directory.name}.{i}").exists())
             aside = directory.rename(directory.with_name(f"{directory.name}.{number}"))
         console.print(f"the earlier run in {directory} is kept as {aside}", markup=False)
-    with attempt(f"make the directory {directory}", directory):
-        directory.mkdir(parents=True, exist_ok=True)
+    _make(directory)
     with _alone(directory):
         if resume and steps_done(resolved.value) >= resolved.value.trainer.steps:
             console.print(f"all {resolved.value.trainer.steps} steps are done: nothing is left to train", markup=False)
         else:
             write_whole(config, dump(resolved))
         yield
+
+
+def _make(directory: Path) -> None:
+    with attempt(f"make the directory {directory}", directory):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(directory, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ConfigError(
+                f"the run's directory cannot be {directory}, where nothing can be written ({error.strerror}): choose another "
+                f"run.dir"
+            ) from None
 
 
 @contextmanager

@@ -57,7 +57,9 @@ def _lines(path: Path) -> Rows:
             continue
         where = f"{path}:{number}"
         try:
-            row: object = json.loads(line, parse_constant=refuse)
+            row: object = json.loads(line.decode("utf-8-sig"), parse_constant=refuse)
+        except UnicodeDecodeError:
+            raise DataError(f"{where} is not UTF-8: write the file again in that encoding") from None
         except ValueError as error:
             raise DataError(f"{where} is not valid JSON: {error}") from None
         if not isinstance(row, dict):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from tandem.durable import AppendLog, records
+from tandem.errors import ConfigError
 from tandem.types import Json, Metrics
 
 
@@ -43,11 +44,13 @@ class HostedTracker:
     """Implements ports.Tracker; the service is spoken to when something is logged first.
 
     repeats: that the service itself sees to it that a step's value counts once, as those do whose clients may lose the last
-    seconds of a process that is killed.
+    seconds of a process that is killed. refusals: what its client raises where it has no account or no server to talk to.
     """
 
-    def __init__(self, run: TrackedRun, service: str, connect: Connect, *, repeats: bool) -> None:
-        self._run, self._connect, self._repeats = run, connect, repeats
+    def __init__(
+        self, run: TrackedRun, service: str, connect: Connect, *, repeats: bool, refusals: tuple[type[Exception], ...] = ()
+    ) -> None:
+        self._run, self._service, self._connect, self._repeats, self._refusals = run, service, connect, repeats, refusals
         self._path = run.directory / f"{service}.jsonl"
         self._client: Client | None = None
         self._log: AppendLog | None = None
@@ -55,6 +58,7 @@ class HostedTracker:
         self._record = ""
 
     def log(self, metrics: Metrics, step: int) -> None:
+        """Raises ConfigError where the service's client refuses to begin."""
         client, log = self._opened()
         values = {name: value for name, value in metrics.values_by_name().items() if name not in self._sent.get(step, ())}
         if not values:
@@ -82,8 +86,15 @@ class HostedTracker:
             self._record = cast("str", first.get("record", "")) or secrets.token_hex(8)
             for line in sent:
                 self._sent.setdefault(cast("int", line["step"]), set()).update(cast("list[str]", line["names"]))
+            try:
+                self._client = self._connect(self._run, self._record, begun=bool(first))
+            except self._refusals as error:
+                said = " ".join(str(error).split())
+                raise ConfigError(
+                    f"logs names {self._service}, whose client refuses: {said}; give it what it asks for, or see "
+                    f"docs/guides/tracking.md for how to do without a server, or leave {self._service} out of logs"
+                ) from error
             self._log = AppendLog(self._path)
             if not first:
                 self._log.append({"record": self._record})
-            self._client = self._connect(self._run, self._record, begun=bool(first))
         return self._client, self._log

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from tandem.track.hosted import HostedTracker, TrackedRun
@@ -45,4 +46,4 @@ class _Client:
 
 
 def tracker(run: TrackedRun) -> HostedTracker:
-    return HostedTracker(run, "mlflow", _Client, repeats=False)
+    return HostedTracker(run, "mlflow", _Client, repeats=False, refusals=(MlflowException,))

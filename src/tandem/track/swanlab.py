@@ -31,4 +31,4 @@ class _Client:
 
 
 def tracker(run: TrackedRun) -> HostedTracker:
-    return HostedTracker(run, "swanlab", _Client, repeats=True)
+    return HostedTracker(run, "swanlab", _Client, repeats=True, refusals=(RuntimeError, ValueError))

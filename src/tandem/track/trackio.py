@@ -28,4 +28,4 @@ class _Client:
 
 
 def tracker(run: TrackedRun) -> HostedTracker:
-    return HostedTracker(run, "trackio", _Client, repeats=False)
+    return HostedTracker(run, "trackio", _Client, repeats=False, refusals=(OSError, ValueError))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import wandb  # pyright: ignore[reportMissingTypeStubs]
+from wandb.errors import Error  # pyright: ignore[reportMissingTypeStubs]
 
 from tandem.track.hosted import HostedTracker, TrackedRun
 
@@ -35,4 +36,4 @@ class _Client:
 
 
 def tracker(run: TrackedRun) -> HostedTracker:
-    return HostedTracker(run, "wandb", _Client, repeats=True)
+    return HostedTracker(run, "wandb", _Client, repeats=True, refusals=(Error,))

@@ -1,0 +1,402 @@
+"""The list of what newcomers get wrong: each is one message that names it and exit code 2, and no file of theirs is changed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import safetensors.torch
+
+from tandem.models.hf import load_value_model, save_decoder
+from tests.e2e.runs import RECIPE, tandem, write_recipe
+
+GOOD = '{"prompt": "2+2", "answer": "4"}\n'
+NOT_A_TASK = "data.train.task=null"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A command in a directory that holds the recipe tiny.yaml, good.jsonl and `files`, and what its message has to name.
+
+    made: called with that directory and the one of a finished run, to make what a file is not. held: what goes on meanwhile.
+    without: a package that is not installed.
+    """
+
+    command: str
+    says: tuple[str, ...]
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    made: Callable[[Path, Path], None] | None = None
+    held: Callable[[Path], Any] = nullcontext
+    without: str | None = None
+
+
+def train(overrides: str, *says: str, **more: Any) -> Mistake:
+    return Mistake(f"train tiny.yaml run.dir=run trainer.steps=1 warmup=null {overrides}", says, **more)
+
+
+def trained_on(name: str, content: str, *says: str) -> Mistake:
+    """A file that is named as data.train."""
+    return train(f"{NOT_A_TASK} data.train.path={name}", *says, files={name: content})
+
+
+def check(name: str, content: str, *says: str) -> Mistake:
+    return Mistake(f"data check {name}", says, files={name: content})
+
+
+def reward(source: str, *says: str) -> Mistake:
+    """A reward's source, with f in it."""
+    return Mistake("reward check tiny.yaml -n 2 reward.function=mine.py:f", says, files={"mine.py": f"{source}\n"})
+
+
+def reward_of(overrides: str, *says: str, **files: str) -> Mistake:
+    return Mistake(f"reward check tiny.yaml -n 2 {overrides}", says, files=files)
+
+
+def model(change: Callable[[Path], object], *says: str) -> Mistake:
+    """A model directory that lost something."""
+
+    def made(here: Path, finished: Path) -> None:
+        change(shutil.copytree(finished / "final", here / "model"))
+
+    return train("model.new=null model.path=model", *says, made=made)
+
+
+def resumed(overrides: str, *says: str, recipe: str = RECIPE, **more: Any) -> Mistake:
+    """The finished run, with two steps and not one, taken up with something else."""
+
+    def made(here: Path, finished: Path) -> None:
+        shutil.copytree(finished, here / "run")
+        write_recipe(here, recipe=recipe)
+
+    return Mistake(f"train tiny.yaml run.dir=run trainer.steps=3 warmup=null {overrides}", says, made=made, **more)
+
+
+@contextmanager
+def locked(here: Path) -> Generator[None]:
+    descriptor = os.open(here / "run", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def edit(name: str, **values: object) -> Callable[[Path], object]:
+    """Sets keys of a JSON file, or removes those that are None."""
+
+    def change(directory: Path) -> None:
+        content = json.loads((directory / name).read_text()) | values
+        (directory / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+    return change
+
+
+def other_tensors(directory: Path) -> None:
+    weights = safetensors.torch.load_file(directory / "model.safetensors")
+    weights["model.extra.weight"] = weights.pop("model.norm.weight")
+    safetensors.torch.save_file(weights, directory / "model.safetensors")
+
+
+def other_vocabulary(here: Path, finished: Path) -> None:
+    """A teacher whose last character has another id."""
+    tokenizer = json.loads((shutil.copytree(finished / "final", here / "other") / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["~"] = vocabulary.pop(max(vocabulary, key=lambda token: vocabulary[token]))
+    (here / "other/tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def scorer(here: Path, finished: Path) -> None:
+    shutil.copytree(finished / "final", here / "scorer")
+    save_decoder(load_value_model(finished / "final"), here / "scorer")
+
+
+def parquet(here: Path, _: Path) -> None:
+    rows = [{"data_source": "s", "question": "a", "reward_model": {"ground_truth": "b"}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), here / "verl.parquet")
+
+
+def utf16(here: Path, _: Path) -> None:
+    (here / "a.jsonl").write_bytes(GOOD.encode("utf-16"))
+
+
+def precious(here: Path, _: Path) -> None:
+    (here / "run").mkdir()
+    (here / "run/thesis.tex").write_text("precious")
+
+
+TO_GPU = "run.device=cuda"
+HTTP = "reward={function: null, url: 'http://127.0.0.1:1/score'"
+
+MISTAKES: dict[str, Mistake] = {
+    # ----------------------------------------------------------------------------------------------- the recipe
+    "no recipe": Mistake("train none.yaml", ("none.yaml", "No such file")),
+    "a directory as the recipe": Mistake("train .", ("cannot be read", "directory")),
+    "an empty recipe": Mistake("train empty.yaml", ("model", "data.train"), files={"empty.yaml": ""}),
+    "no YAML": Mistake("train broken.yaml", ("broken.yaml:1", "not YAML"), files={"broken.yaml": "run: ["}),
+    "a misspelt command": Mistake("tarin tiny.yaml", ("tarin", "train")),
+    "a misspelt option": train("--rezume", "--rezume", "--resume"),
+    "a misspelt key": train("trainer.step=3", "trainer.step", "trainer.steps"),
+    "a key without its section": train("steps=3", "'steps'", "trainer.steps"),
+    "an override without a value": train("trainer.steps", "trainer.steps", "KEY=VALUE"),
+    "a wrong type": train("trainer.steps=many", "trainer.steps", "many", "an integer"),
+    "a number that is none": train("train.lr=1e-3x", "train.lr", "1e-3x", "a number"),
+    "a text for a list": train("logs=console", "logs", "list", "console"),
+    "a file for a section": train("data.train=train.jsonl", "data.train", "path", "train.jsonl"),
+    "a value out of range": train("sampling.temperature=-1", "temperature", "-1", "at least"),
+    "no learning rate": train("train.lr=0", "lr must be positive"),
+    "no steps": train("trainer.steps=0", "trainer.steps=0", "at least 1"),
+    "a mode that is not known": train("trainer.mode=async", "async", "separate_async"),
+    "two sides in one process": train("trainer.mode=separate_async runtime=inline", "separate_async", "runtime=process"),
+    "a schedule that is not known": train("train.schedule=cosin", "cosin", "cosine"),
+    "more mini-batches than groups": train("learner.minibatches=3", "learner.minibatches=3", "2 groups"),
+    "more layers than there are": train("train.top_layers=99", "top_layers=99", "1 layers"),
+    "a buffer longer than an answer": train("rollout.shaping.overlong_buffer_tokens=9", "=9", "sampling.max_tokens=8"),
+    "a GPU where there is none": train(TO_GPU, "cuda", "cpu"),
+    "a device that is not known": train("run.device=gpu", "'gpu'", "cuda"),
+    # -------------------------------------------------------------------------------------------- the algorithm
+    "an unknown algorithm": train("algorithm=gpro", "gpro", "grpo"),
+    "an unknown parameter": train("algorithm.clip_hi=0.3", "clip_hi", "clip_high"),
+    "a parameter out of range": train("algorithm.clip_low=2", "clip_low", "2"),
+    "an unknown correction": train("algorithm.correction=icepopp", "icepopp", "icepop"),
+    "an algorithm in a file that is not there": train("algorithm=no.py:ROW", "no file no.py"),
+    "groups of one": train("rollout.group_size=1", "rollout.group_size=1", "grpo"),
+    "a critic that nothing reads": train("critic.train.lr=1e-3", "critic", "grpo", "values"),
+    "a process model that nothing reads": train("process_model.warmup_steps=1", "process_model", "grpo", "prm_logprobs"),
+    "a reference that nothing reads": train("reference.path=no/such", "reference", "grpo", "ref_logprobs"),
+    "a reset before the beginning": train("algorithm.kl_coef=0.1 reference.reset_every=-1", "reset_every", "-1"),
+    "no teacher": train("algorithm=opd", "opd", "teacher.path"),
+    "a teacher that is not there": train("algorithm=opd teacher.path=no/such", "no/such"),
+    "a teacher with other tokens": train(
+        "algorithm=opd teacher.path=other", "other", "another vocabulary", "2 tokens differ", made=other_vocabulary
+    ),
+    "a policy that is never trained": train("algorithm=prime process_model.warmup_steps=1", "warmup_steps=1", "trainer.steps=1"),
+    "a parameter in two places": train(
+        "algorithm=prime process_model.implicit_beta=0.1", "process_model.implicit_beta", "algorithm.implicit_beta"
+    ),
+    "a critic's objective as a policy's": train("algorithm=value", "algorithm.name=value", "critic", "ppo or vapo"),
+    "a process model's objective": train("algorithm=implicit_prm", "algorithm.name=implicit_prm", "process_model", "prime"),
+    "an objective's parameter out of range": train("algorithm=ppo critic.huber_delta=0.0", "critic: ", "huber_delta", "0.0"),
+    "no such parameter of an objective": train("algorithm=prime process_model.implicit_bet=0.1", "implicit_bet", "implicit_beta"),
+    "parts that nobody names": train("algorithm=gdpo", "gdpo", "reward.components"),
+    "a part that a reward lacks": train("algorithm=gdpo reward.components=[format]", "'format'", "reward.components"),
+    "weights for other parts": train(
+        "algorithm=gdpo algorithm.reward_weights=[1.0,2.0] reward.components=[right]", "reward_weights=[1.0, 2.0]", "right"
+    ),
+    "shaping that nothing reads": train(
+        "algorithm=gdpo reward.components=[right] rollout.shaping.stop_coef=0.5", "rollout.shaping", "gdpo"
+    ),
+    # ------------------------------------------------------------------------------------------------ the model
+    "no such model": train("model.new=null model.path=no/such/model", "no/such/model"),
+    "two models": train("model.path=no/such", "one of path", "new"),
+    "a model without config.json": model(lambda path: (path / "config.json").unlink(), "model/config.json", "Hugging Face"),
+    "a model without weights": model(lambda path: (path / "model.safetensors").unlink(), "model.safetensors"),
+    "weights that were cut off": model(
+        lambda path: (path / "model.safetensors").write_bytes(b"1" * 99), "model/model.safetensors", "fetch or save"
+    ),
+    "weights of another model": model(other_tensors, "model.norm.weight", "model.extra.weight"),
+    "a family that is not known": model(edit("config.json", model_type="mamba"), "'mamba'", "llama", "transformers"),
+    "a tokenizer without eos": model(edit("tokenizer_config.json", eos_token=None), "eos_token"),
+    "no such template": train("model.template=no/such.jinja", "model.template", "no/such.jinja"),
+    "heads that do not divide": train("model.new.num_heads=3 model.new.num_kv_heads=2", "num_heads", "3"),
+    "context beyond the model's": train("engine.max_context=65", "65", "64"),
+    "a GGUF file that is none": Mistake("import a.gguf out", ("a.gguf is no GGUF file", "b'hell'"), files={"a.gguf": "hello"}),
+    "an import of nothing": Mistake("import none.gguf out", ("none.gguf", "owner/name")),
+    "an import over something": Mistake("import none.gguf .", (".", "not an empty directory")),
+    "a chat with no model": Mistake("chat no/such", ("no/such/config.json", "Hugging Face model directory")),
+    "a chat that is colder than cold": Mistake("chat no/such --temperature -1", ("temperature=-1", "0 (greedy)")),
+    # ------------------------------------------------------------------------------------------------- the data
+    "no such data": train(f"{NOT_A_TASK} data.train.path=none.parquet", "none.parquet", "correct the path"),
+    "an empty file": trained_on("a.jsonl", "\n", "a.jsonl", "empty"),
+    "a line that is no JSON": trained_on("a.jsonl", f'{GOOD}{{"prompt": \n', "a.jsonl:2", "not valid JSON"),
+    "JSON and not JSON lines": check("a.jsonl", json.dumps([{"prompt": "a"}], indent=1), "a.jsonl:1", "not valid JSON"),
+    "a JSON file": check("a.json", "[]", "a.json", ".jsonl, .parquet, .csv"),
+    "Python and not JSON": check("a.jsonl", "{'prompt': 'a'}\n", "a.jsonl:1", "not valid JSON"),
+    "another encoding": Mistake("data check a.jsonl", ("a.jsonl:1", "not UTF-8"), made=utf16),
+    "other column names": trained_on("a.jsonl", '{"question": "a", "solution": "b"}\n', "question, solution", "`columns`"),
+    "parquet without a prompt": Mistake("data check verl.parquet", ("verl.parquet", "question", "`columns`"), made=parquet),
+    "parquet by name only": check("a.parquet", GOOD, "a.parquet", "not a parquet file"),
+    "ShareGPT's keys": check("a.jsonl", '{"messages": [{"from": "human", "value": "a"}]}\n', "message 0", "the role None"),
+    "parts of content": check(
+        "a.jsonl",
+        '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}\n',
+        "message 0: content",
+        "must be a text",
+    ),
+    "one id twice": check("a.jsonl", '{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', "a.jsonl:2", "'1'", "unique"),
+    "no rejected": check("a.jsonl", '{"prompt": "a", "chosen": "b"}\n', "lacks rejected"),
+    "two answers": check("a.jsonl", '{"prompt": "a", "answer": 1, "ground_truth": 2}\n', "both answer and ground_truth"),
+    "commas in CSV": trained_on("a.csv", "prompt,answer\nWhat, is it?,4\n", "a.csv:2", "3 cells", "quote commas"),
+    "semicolons in CSV": check("a.csv", "prompt;answer\na;4\n", "has neither messages nor prompt (it has prompt;answer)"),
+    "a directory as data": Mistake("data check .", (". is a directory", "hub")),
+    "a limit without a tokenizer": Mistake("data check good.jsonl --max-tokens 5", ("--max-tokens 5", "--tokenizer")),
+    "half a column": Mistake("data check good.jsonl --column prompt=", ("--column prompt=", "OURS=THEIRS")),
+    "a column that is not there": Mistake("data check good.jsonl --column prompt=ask", ("no column 'ask'", "prompt, answer")),
+    "no tokenizer": Mistake("data check good.jsonl --tokenizer no/such", ("no/such",)),
+    "an unknown data set": Mistake("data prepare gsm9k out", ("gsm9k", "gsm8k")),
+    "an unknown task": train("data.train.task=calculater", "calculater", "calculator"),
+    "an unknown environment": train("agent.env=calc", "calc", "calculator"),
+    "more tasks than there are": train("data.heldout.size=1000000", "1000000"),
+    "a task and a file": train("data.train.path=a.jsonl", "data.train", "one of task", "path"),
+    "no data": train(NOT_A_TASK, "data.train", "one of task"),
+    "a renamed column that is none": train(
+        f"'data.train={{path: good.jsonl, columns: {{question: prompt}}}}' {NOT_A_TASK}",
+        "columns renames question",
+        "messages, prompt",
+    ),
+    "sources beside a task": train("'data.train.sources=[{path: a.jsonl}]'", "data.train", "sources"),
+    "a source of nothing": train("'data.train={task: null, sources: [{weight: 1.0}]}'", "data.train.sources.0", "one of task"),
+    "a weight of 0": train(
+        "'data.train={task: null, sources: [{path: a.jsonl, weight: 0.0}]}'", "weight=0.0", "leave a source out"
+    ),
+    "one weight of two": train(
+        "'data.train={task: null, sources: [{path: a.jsonl, weight: 1.0}, {path: b.jsonl}]}'", "some sources have a weight"
+    ),
+    "an unknown source": train("'data.train={task: null, sources: [{task: calculatr}]}'", "calculatr", "calculator"),
+    "refusals where there are no pairs": train("data.train.refusal_frac=0.5", "refusal_frac=0.5", "pairs"),
+    "a limit that nothing keeps": train("data.train.max_tokens=1", "calculator/train", "max_tokens=1", "none is left"),
+    "a prompt longer than the context": train("engine.max_context=6", "6", "max_context"),
+    "a demonstration longer than the context": Mistake(
+        "train tiny.yaml run.dir=run engine.max_context=8 warmup.steps=1", ("tokens", "8")
+    ),
+    "characters that the tokenizer has not": trained_on("a.jsonl", '{"prompt": "7 plus 2?", "answer": "9"}\n', "'7 plus 2?'"),
+    # ---------------------------------------------------------------------------------------------- the reward
+    "no reward": train("reward=null", "reward.function", "reward.url", "reward_model.path"),
+    "no reward to check": reward_of("reward=null", "no reward to check"),
+    "an unknown reward": train("reward.function=exact_mach", "exact_mach", "exact_match"),
+    "a reward file without a colon": train("reward.function=mine.py", "'mine.py' is a file", "'mine.py:NAME'"),
+    "a reward file that is not there": train("reward.function=no/such.py:f", "no/such.py"),
+    "a function that is not in it": train("reward.function=mine.py:score", "'score'", "scores", files={"mine.py": "scores = 1\n"}),
+    "a reward of a module that is not there": train("reward.function=nosuch.mine:f", "'nosuch'", "installed"),
+    "a package that a reward needs": reward("import nltkk\ndef f(solution_str): return 1.0", "needs the package 'nltkk'"),
+    "a missing extra of a reward": train(
+        "reward.function=math", "needs the package 'math_verify'", "pip install 'tandem-rl[verify]'", without="math_verify"
+    ),
+    "a syntax error": reward("def f(solution_str) return 1.0", "SyntaxError", "mine.py:1"),
+    "other arguments": reward("def f(text, gold): return 1.0", "(text, gold)", "(task, group)", "solution_str", "completions"),
+    "arguments of two": reward("def f(completions, solution_str): return 1.0", "verl's and TRL's"),
+    "an argument that nobody gives": reward("def f(solution_str, tokenizer): return 1.0", "'tokenizer'"),
+    "a column that the data has not": reward("def f(completions, solution): return [1.0]", "'solution'"),
+    "one number for many": reward("def f(completions): return 1.0", "returned 1.0", "a list with one number"),
+    "a dict without a score": reward("def f(solution_str): return {'reward': 1.0}", "a dict must have a score"),
+    "a text as a reward": reward("def f(solution_str): return 'good'", "returned 'good'"),
+    "too few rewards": reward("def f(task, group): return [1.0]", "returned 1"),
+    "always an exception": reward("def f(solution_str): return 1 / 0", "none of 4 answers could be judged", "ZeroDivisionError"),
+    "params that it does not take": reward_of("'reward.params={k: 1}'", "'k'"),
+    "no pattern": reward_of("reward.function=regex", "'pattern'"),
+    "a pattern that is none": reward_of("reward.function=regex 'reward.params={pattern: \"(\"}'", "the pattern '('"),
+    "two rewards": reward_of("'reward.parts={a: {function: regex}}'", "give one of function"),
+    "a part of nothing": reward_of(
+        "'reward={function: null, parts: {a: {weight: 1.0}}}'", "reward.parts.a", "give one of function"
+    ),
+    "a function and a service": train("reward.url=http://localhost/score", "function", "url"),
+    "no address of a judge": train("'reward={function: null, url: \"localhost:80\"}'", "url='localhost:80'", "http://"),
+    "a judge that is down": train(f'"{HTTP}}}"', "reward url http://127.0.0.1:1/score cannot be reached", "start the judge"),
+    "a judge without a model": reward_of(
+        "'reward={function: null, judge: {url: \"http://h/v1\"}}'", "reward.judge.model is required"
+    ),
+    "a key that is not set": reward_of(f'"{HTTP}, key_env: TANDEM_NO_SUCH_KEY}}"', "TANDEM_NO_SUCH_KEY", "export it"),
+    "a try longer than all": reward_of(f'"{HTTP}, try_limit_s: 99.0}}"', "try_limit_s=99.0 is above"),
+    "a try of a function": train("reward.try_limit_s=1.0", "try_limit_s=1.0", "url"),
+    "answers of other data": reward_of(
+        "--answers answers.jsonl", "'gsm8k-1'", "ids are like", **{"answers.jsonl": '{"task": "gsm8k-1", "text": "4"}\n'}
+    ),
+    "no reward model": train("reward_model.path=no/such", "reward_model.path=no/such", "recipes/reward_model.yaml"),
+    "a reward model that scores nothing": train(
+        "reward_model.path=scorer",
+        "reward_model.path=scorer holds no reward model but one of language",
+        made=lambda here, finished: shutil.copytree(finished / "final", here / "scorer") and None,
+    ),
+    "a reward model with other tokens": train(
+        "reward_model.path=scorer data.train.task=sorting data.heldout.task=sorting 'agent={name: single_turn, env: null}'",
+        "reward_model.path=scorer has another vocabulary than the policy",
+        made=scorer,
+    ),
+    "a reward model where parts are credited": train(
+        "reward_model.path=scorer algorithm=gdpo reward.components=[right]",
+        "reward_model is set, and gdpo with its parameters reads no rewards",
+        made=scorer,
+    ),
+    # ------------------------------------------------------------------------------- the run and its directory
+    "an unknown tracker": train("logs=[wandbb]", "'wandbb'", "'wandb'"),
+    "a missing extra of a tracker": train(
+        "logs=[trackio]", "needs the package 'trackio'", "pip install 'tandem-rl[trackio]'", without="trackio"
+    ),
+    "a run that leaves its directory": train("run.dir=null run.name=..", "name='..'"),
+    "a run in a file": train("run.dir=notes/run", "notes is no directory", "run.dir", files={"notes": "precious"}),
+    "a run where nothing can be written": train("run.dir=/proc/run", "/proc/run", "nothing can be written", "run.dir"),
+    "a run in a directory of something else": train("", "run is not empty", "run.dir", made=precious),
+    "two runs in one directory": resumed("", "run is in use", "run.dir", held=locked),
+    "a resumed run that is not there": train("--resume", "--resume", "no run in run"),
+    "another seed on resuming": resumed("--resume seed=5", "seed=5 (it had 0)", "run.dir"),
+    "another algorithm on resuming": resumed("--resume algorithm=gspo", "algorithm.name=gspo (it had grpo)"),
+    "another model on resuming": resumed(
+        "--resume", "model.new.hidden_size=48 (it had 32)", recipe=RECIPE.replace("hidden_size: 32", "hidden_size: 48")
+    ),
+    "a copy of what is gone": resumed("--resume algorithm.kl_coef=0.1", "reference would be a copy of the policy as the run began"),
+    "no such run to show": Mistake("show no/such", ("no/such", "config.yaml")),
+    "no directory of runs": Mistake("runs no/such", ("no directory no/such",)),
+    "no run to measure": Mistake("eval no/such", ("no/such", "No such file")),
+    "no run to export": Mistake("export no/such out", ("no/such", "config.yaml")),
+}
+
+
+def tree(directory: Path) -> dict[str, bytes | None]:
+    """Each file with its content, and each directory."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in directory.rglob("*")
+        if "__pycache__" not in path.parts
+    }
+
+
+def hide(package: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From this process and those that it starts."""
+    place.mkdir()
+    (place / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name={package!r})\n")
+    monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(place)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or name.startswith("tandem.track.")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_message(
+    mistake: Mistake,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path)
+    for name, content in {"good.jsonl": GOOD, **mistake.files}.items():
+        Path(name).write_text(content)
+    if mistake.made is not None:
+        mistake.made(tmp_path, finished)
+    if mistake.without is not None:
+        hide(mistake.without, tmp_path / "hidden", monkeypatch)
+    before = tree(tmp_path)
+    with mistake.held(tmp_path):
+        code = tandem(*shlex.split(mistake.command))
+    message = capsys.readouterr().err
+    assert code == 2, message
+    assert "Traceback" not in message
+    assert len(re.findall("^[Ee]rror:", message, re.MULTILINE)) == 1, message
+    assert [word for word in mistake.says if word not in message] == [], message
+    after = tree(tmp_path)
+    assert {path: after.get(path) for path in before} == before
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("run*/final")) or mistake.held is locked or "--resume" in mistake.command
