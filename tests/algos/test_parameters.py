@@ -87,6 +87,7 @@ OTHERS: list[tuple[Any, dict[str, Any], str]] = [
     (lambda **p: advantages.group_baseline(REWARDS, GROUPS, **p), {"std_eps": (-1e-9, NAN)}, "0.0"),
     (lambda **p: advantages.soft_mean_centred(REWARDS, **p), {"soft_mean_beta": (0.0, -1.0, NAN)}, "1e-3"),
     (lambda **p: returns.discounted_returns(ONE, MASK, LENGTHS, **p), {"gamma": (-0.1, 1.1, NAN)}, "0.0 1.0"),
+    (lambda **p: returns.greedy_baseline(ONE, REWARDS, MASK, LENGTHS, **p), {"gamma": (-0.1, 1.1, NAN)}, "0.0 1.0"),
     (lambda **p: returns.gae(ONE, ONE, MASK, LENGTHS, **p), {"gamma": (-0.1, 1.1, NAN), "lam": (-0.1, 1.1, NAN)}, "0.0 1.0"),
     (
         lambda **p: returns.decoupled_gae(ONE, ONE, MASK, LENGTHS, **p),

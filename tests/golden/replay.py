@@ -659,7 +659,7 @@ REPLAYS: dict[str, Callable[[Table, Params], Outputs]] = {
     "advantage/gdpo": _gdpo,
     "advantage/reinforce_pp": _credit(returns.discounted_returns, (), True, gamma="gamma"),
     "advantage/reinforce_pp_baseline": _whitened_baseline,
-    "advantage/remax": _credit(returns.greedy_baseline, ("reward_baselines",), False),
+    "advantage/remax": _credit(returns.greedy_baseline, ("reward_baselines",), False, gamma="gamma"),
     "advantage/gae": _credit(returns.gae, ("values",), True, gamma="gamma", lam="lam"),
     "advantage/vapo": _vapo_gae,
     "advantage/otb": _credit(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.golden.replay import Outputs, replay
+from tests.golden.replay import Outputs, Params, replay
+from tests.golden.test_golden import CASES
 
 E = math.e
 
@@ -68,6 +71,12 @@ ALONE = {"rewards": [3.0], "group_ids": [4], "mask": [[1]]}
 )
 def test_estimators(name: str, params: dict[str, Any], inputs: dict[str, Any], want: list[list[float]]) -> None:
     near(run(f"advantage/{name}", params, **inputs)["advantages"], want)
+
+
+def test_a_discount_reaches_the_returns_over_a_greedy_baseline() -> None:
+    columns = {"token_rewards": [[1.0, 0.0, 2.0]], "reward_baselines": [0.5], "mask": [[1, 0, 1]]}
+    got = run("advantage/remax", {"gamma": 0.5}, **columns)
+    near(got["advantages"], [[1.5, 0.0, 1.5]])
 
 
 def test_groups_that_a_case_lists_are_those_of_prime() -> None:
@@ -258,3 +267,47 @@ def test_an_unknown_name_is_refused_with_those_there_are(
 ) -> None:
     with pytest.raises(ValueError, match=f"is unknown; there are .*{known}"):
         run(name, params, **inputs)
+
+
+UNREAD = {
+    "group_size": "the ids say it",
+    "baseline": "it names the algorithm",
+    "want_returns": "returns are always given",
+    "advantage/dr_grpo ddof": "nothing is divided by",
+    "advantage/vapo lam": "lam_value and lam_policy take its place",
+}
+
+
+def settings(params: Params) -> Iterator[tuple[str, Params, Any]]:
+    """(name, the mapping it stands in, value) of each parameter, a correction's own among them."""
+    for name, value in params.items():
+        yield from settings(value) if isinstance(value, dict) else [(name, params, value)]
+
+
+def changed(value: Any) -> list[Any]:
+    """Other values of a number or a switch."""
+    return [not value] if isinstance(value, bool) else [value * 0.5 + 0.013, value * 0.01, -value - 1]
+
+
+def outcome(case: dict[str, Any]) -> str:
+    try:
+        return repr(replay(case))
+    except ValueError as refused:
+        return str(refused)
+
+
+def test_each_number_of_a_case_reaches_a_function() -> None:
+    """Another one gives other outputs, or is refused, in one case of its kind at least: none is dropped on its way."""
+    reaches: defaultdict[str, bool] = defaultdict(bool)
+    for case in CASES:
+        usual = outcome(case)
+        for name, among, value in settings(case["params"]):
+            place = f"{case['function_kind']}/{case['algorithm']} {name}"
+            if not isinstance(value, bool | int | float) or name in UNREAD or reaches[place]:
+                continue
+            for other in changed(value):
+                among[name] = other
+                reaches[place] |= outcome(case) != usual
+            among[name] = value
+    left = {place for place, moved in reaches.items() if not moved}
+    assert left == {place for place in UNREAD if " " in place}

@@ -69,12 +69,14 @@ def discounted_returns(token_rewards_N: Tensor, mask_N: Tensor, lengths_B: Tenso
 
 
 @checked
-def greedy_baseline(token_rewards_N: Tensor, reward_baselines_B: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Credit:
-    """A_t = G_t - R_greedy, with gamma 1 (ReMax, arXiv 2310.10505).
+def greedy_baseline(
+    token_rewards_N: Tensor, reward_baselines_B: Tensor, mask_N: Tensor, lengths_B: Tensor, *, gamma: float = 1.0
+) -> Credit:
+    """A_t = G_t - R_greedy, G_t = r_t + gamma G_(next counted t) (ReMax, arXiv 2310.10505).
 
     reward_baselines_B: [B], the reward of the greedy answer to each row's prompt.
     """
-    returns = _discounted(token_rewards_N, CountedTokens(mask_N, lengths_B), 1.0)
+    returns = _discounted(token_rewards_N, CountedTokens(mask_N, lengths_B), _unit(gamma, "gamma"))
     return Credit(keep(returns - on_tokens(reward_baselines_B, lengths_B), mask_N), returns)
 
 
