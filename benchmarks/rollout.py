@@ -105,7 +105,7 @@ def plain_numerics() -> Generator[None]:
     """The same code without the rules: no padding, no tiles."""
     with ExitStack() as patches:
         for module, names in (
-            (numerics, ("ROWS", "ROWS_ALONE", "KEYS", "QUERIES")),
+            (numerics, ("ROWS", "KEYS", "QUERIES")),
             (decoders, ("ROWS", "KEYS", "QUERIES")),
             (heads, ("ROWS",)),
         ):
@@ -113,7 +113,6 @@ def plain_numerics() -> Generator[None]:
                 patches.enter_context(patch.object(module, name, 1))
         for name in ("TILE", "HEAD"):
             patches.enter_context(patch.object(numerics, name, 1 << 30))
-        patches.enter_context(patch.object(numerics, "inner_tiles", lambda size: (slice(0, size),)))
         patches.enter_context(patch.object(numerics, "gate", lambda gates, up, _: F.silu(gates) * up))
         yield
 

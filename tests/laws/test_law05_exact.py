@@ -275,10 +275,10 @@ def test_the_temperature_is_the_requests() -> None:
 
 def _linear_by_batch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A small batch is summed in another order than a large one, as happens without padding on some machines."""
-    if len(x) > numerics.ROWS:
-        return F.linear(x, weight, bias)
-    half = x.shape[1] // 2
-    return F.linear(x[:, :half], weight[:, :half]) + F.linear(x[:, half:], weight[:, half:], bias)
+    if len(x) > 16:
+        return _LINEAR(x, weight, bias)
+    first = (torch.arange(x.shape[1]) < x.shape[1] // 2).to(x.dtype)
+    return _LINEAR(x * first, weight, None) + _LINEAR(x * (1 - first), weight, bias)
 
 
 def _values_cut_by_width(p: Tensor, v: Tensor) -> Tensor:
@@ -327,6 +327,7 @@ def _one_token_too_many_in_common(rows: prefixes.Ints, sizes: prefixes.Ints) -> 
     return found
 
 
+_LINEAR = numerics.linear
 _SHARED = prefixes._shared
 _LORA_LINEAR = LoraLinear.__call__
 _TOKEN_LOGPROBS = output_heads.token_logprobs

@@ -75,9 +75,9 @@ def test_logits_never_exist_for_more_than_a_chunk(monkeypatch: pytest.MonkeyPatc
     rows: list[int] = []
     whole = heads.numerics.linear
     monkeypatch.setattr(heads.numerics, "linear", lambda h, w: rows.append(len(h)) or whole(h, w))
-    monkeypatch.setattr(heads, "KEPT_BYTES", 40 * decoder.config.vocab_size * 4)
+    monkeypatch.setattr(heads, "KEPT_BYTES", 39 * decoder.config.vocab_size * 4)
     token_logprobs(decoder, hidden, targets, temperature)[0].sum().backward()
-    assert rows == [48, 32, 48, 32]  # forward and backward; 40 rows of logits round up to 48, 70 rows to 80
+    assert rows == [40, 30, 40, 30]  # forward and backward; 39 rows of logits round up to 40
 
 
 def test_parts_of_a_cache_change_no_bits_and_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

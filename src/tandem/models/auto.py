@@ -93,7 +93,7 @@ class AutoDecoder(LanguageModel):
         if head is None:
             raise ModelError(f"{name} has no output layer that transformers knows of")
         size = int(self.config.vocab_size)
-        tokens = torch.randint(size, (2, numerics.ROWS // 2), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(size, (2, 8), generator=torch.Generator().manual_seed(0))
         dtype, self.dtype = self.dtype, torch.float32
         hidden = self.prefill(tokens)
         changed = self.prefill(torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % size], 1))

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tandem.errors import EngineError
 from tandem.models import numerics
 from tandem.models.language_model import LanguageModel
-from tandem.models.numerics import KEYS, OUTPUTS, QUERIES, ROWS, padded, rows_multiple
+from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
 from tandem.models.prefixes import Prefixes, causal_bias, output_places, prefixes
 
 
@@ -116,7 +116,11 @@ class Linear(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return numerics.linear(x, self.weight, self.bias)
 
+    def packed(self) -> Linear:
+        return Linear(numerics.packed(self.weight), None if self.bias is None else self.bias.detach())
 
+
+PART = 16  # rows that attend together at least
 SPARED = 512  # keys of a layer that are worth the operations of a second attention
 
 Product = Callable[[Tensor], Tensor]  # [M, inputs] -> [M, outputs]: a Linear, or one with an adapter
@@ -131,13 +135,13 @@ class Apart(NamedTuple):
         return tuple(group[0](x) if len(group) == 1 else torch.cat([each(x) for each in group], 1) for group in self.groups)
 
     def joined(self) -> Apart | Joined:
-        """One product of the same bits, unless an adapter stands in one or one is too narrow for that (numerics, rule 1)."""
+        """One product of the same bits, unless an adapter stands in one."""
         flat = [each for group in self.groups for each in group]
-        linear = [each for each in flat if isinstance(each, Linear) and len(each.weight) >= OUTPUTS]
+        linear = [each for each in flat if isinstance(each, Linear)]
         if len(linear) < len(flat):
             return self
         biases = [each.bias for each in linear if each.bias is not None]
-        product = Linear(torch.cat([each.weight for each in linear]), torch.cat(biases) if biases else None)
+        product = Linear(torch.cat([each.weight for each in linear]), torch.cat(biases) if biases else None).packed()
         sizes = iter(len(each.weight) for each in linear)
         return Joined(product, [sum(next(sizes) for _ in group) for group in self.groups])
 
@@ -167,8 +171,9 @@ class LayerWeights(NamedTuple):
     down: Product
 
     def joined(self) -> LayerWeights:
-        """For use again and again: what reads the same input is one product."""
-        return self._replace(qk_v=self.qk_v.joined(), gate_up=self.gate_up.joined())
+        """For use again and again, without gradient: what reads the same input is one product, and weights are packed."""
+        o, down = (each.packed() if isinstance(each, Linear) else each for each in (self.o, self.down))
+        return self._replace(qk_v=self.qk_v.joined(), o=o, gate_up=self.gate_up.joined(), down=down)
 
 
 # (layer, queries [M, H, d], keys [M, K, d], values [M, K * d]) -> [M, H * d]
@@ -404,7 +409,7 @@ class Decoder(LanguageModel):
         """
         c, S = self.config, tokens.shape[0]
         self._check(S, int(positions.max()) + 1, cache)
-        if missing := padded(S, rows_multiple(self.dtype)) - S:
+        if missing := padded(S, ROWS) - S:
             tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
         M, K, d, columns = len(tokens), c.num_kv_heads, c.head_dim, cache.keys.shape[3]
         G = c.num_heads // K
@@ -463,12 +468,12 @@ def _window(positions: Tensor, heads: int) -> tuple[int, Tensor]:
 def window_cut(positions: npt.NDArray[np.int64]) -> tuple[int, int]:
     """Where it spares most to cut rows at `positions` [n] into two parts, each with the window of its longest row; the keys spared.
 
-    At a multiple of ROWS; (0, 0) where nothing worth the operations of a second part is spared.
+    At a multiple of PART; (0, 0) where nothing worth the operations of a second part is spared.
     """
     num = len(positions)
     if num * int(positions.max()) - int(positions.sum()) <= SPARED:
         return 0, 0
-    cuts = np.arange(0, num, ROWS)
+    cuts = np.arange(0, num, PART)
     longest = np.maximum.reduceat(positions, cuts)
     before, after = np.maximum.accumulate(longest)[:-1], np.maximum.accumulate(longest[::-1])[::-1]
     spared = cuts[1:] * (after[0] - before) + (num - cuts[1:]) * (after[0] - after[1:])

@@ -38,7 +38,7 @@ def next_logprobs(model: LanguageModel, hidden: Tensor, temperature: Tensor, cac
     if weight is None:
         weight = model.output_weight
         if cache is not None:
-            cache.output = weight.detach()
+            weight = cache.output = numerics.packed(weight)
     return _logprobs(_pad_rows(hidden), weight, _divisor(temperature))[: hidden.shape[0]]
 
 

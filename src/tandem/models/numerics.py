@@ -7,14 +7,11 @@ machine's kernels keep to the rules below. It is not a kernel library: everythin
 A kernel sums each output over its inner dimension in some order, and picks that order by the shapes it is given and
 by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear` and `attention` apply them):
 
-1. The rows of a product are a multiple of `rows_multiple`. By number of rows there are classes of kernels (1; 2 and 3; 4
-   and more), and the rows left over by an uneven split between threads are summed in another order: so it is ROWS_ALONE for
-   one thread in float32, and ROWS otherwise. Weights of at least OUTPUTS outputs, one above the other, give what each gives
-   alone; fewer take another kernel alone.
-2. An inner dimension is summed in tiles of INNER, in order; where it is no multiple of LANES, the rest and LANES more are
-   the last tile. Longer ones are split by the kernel itself, at places that depend on the number of rows (bfloat16) or
-   between the threads (float32); so are some odd ones (168, 240 and 360 in bfloat16), and a tile of the rest alone would
-   be small enough for few rows to take another kernel.
+1. Products with weights are oneDNN's, which gives a row the same bits in any company of at least ROWS rows, for any inner
+   dimension, with any weights above or below, packed or not, on any number of threads. BLAS does not: it has other kernels for
+   few rows and for few outputs, and splits long inner dimensions at places that depend on both. Where torch has no
+   oneDNN for a dtype, BLAS it is, and the probe says what that is worth.
+2. Products of a backward pass are oneDNN's too, since it is faster, and promise no bits.
 3. A window of keys starts at column 0 of its row and is a multiple of KEYS long: P V blocks its keys from the first
    column on, and short windows take other kernels. P V is summed in tiles of TILE keys, in order, the last one cut.
 4. A product with keys has at least QUERIES rows of queries (grouped heads leave fewer in a decode step), and its inner
@@ -34,22 +31,18 @@ Legend: M rows (tokens, padded), N attention problems (row x key-value head), Q 
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 16
-ROWS_ALONE = 4
-OUTPUTS = 16
-INNER = 384
-LANES = 32
+ROWS = 2
 KEYS = 16
 TILE = 128
 QUERIES = 4
 HEAD = 64
+PACKED = 64  # rows that packed weights are best for; for others they are hardly worse
 GRAIN = 32_768  # elements that torch leaves to one thread
 GELU_ALONE = 16_384  # elements of GELU that torch leaves to one thread: above 20,480 it shares them among all
 STEP_BYTES = 128  # that vector code goes on by: two vectors of 512 bits
@@ -63,52 +56,49 @@ def padded(count: int, multiple: int) -> int:
     return max(-(-count // multiple), 1) * multiple
 
 
-def rows_multiple(dtype: torch.dtype) -> int:
-    """What the rows of a product have to be a multiple of."""
-    return ROWS_ALONE if dtype == torch.float32 and torch.get_num_threads() == 1 else ROWS
-
-
 # ---------------------------------------------------------------------------------------------------- products
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Gives x weight^T + bias: x [M, in], weight [out, in], bias [out], all of one dtype; M a multiple of `rows_multiple`."""
-    assert x.shape[0] % rows_multiple(x.dtype) == 0, f"{x.shape[0]} rows are no multiple of {rows_multiple(x.dtype)}"
-    if len(inner_tiles(x.shape[1])) == 1:
-        return F.linear(x, weight, bias)
+    """Gives x weight^T + bias: x [M, in], weight [out, in], bias [out], all of one dtype; M a multiple of ROWS.
+
+    Differentiable; a weight from `packed` is not.
+    """
+    assert x.shape[0] % ROWS == 0, f"{x.shape[0]} rows are no multiple of {ROWS}"
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return cast("Tensor", _TiledLinear.apply(x, weight, bias))
-    return tiled_linear(x, weight, bias)
+        return cast("Tensor", _Linear.apply(x, weight, bias))
+    return _linear(x, weight, bias)
 
 
-def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` for an inner dimension of several tiles, without its gradient."""
-    first, *others = inner_tiles(x.shape[1])
-    out = F.linear(x[:, first], weight[:, first], bias)
-    for tile in others:
-        out.addmm_(x[:, tile], weight[:, tile].t())
-    return out
-
-
-@cache
-def inner_tiles(size: int) -> tuple[slice, ...]:
-    """How an inner dimension of `size` is cut."""
-    rest = size % LANES
-    whole = size - LANES - rest if rest and size > 2 * LANES else size
-    cuts = sorted({0, *range(INNER, whole, INNER), whole, size})
-    return tuple(slice(start, stop) for start, stop in pairwise(cuts))
+def packed(weight: Tensor) -> Tensor:
+    """A copy of a weight for `linear` alone, in an order that spares it work in every call."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED) if _by_onednn(weight.dtype) else weight.detach()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Gives a [M, K] times b [K, N] for backward passes: no promise about bits."""
-    return a @ b
+    return _linear(a, b.t(), None)
 
 
-class _TiledLinear(torch.autograd.Function):
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if _by_onednn(x.dtype):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+@cache
+def _by_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies matrices of this dtype on this machine."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return tiled_linear(x, weight, bias)
+        return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
