@@ -62,14 +62,16 @@ class DataProto:
                 f"lengths must be int64 [{rows}] on the CPU, "
                 f"got {self.lengths.dtype} {list(self.lengths.shape)} on {self.lengths.device}"
             )
-        if rows and int(self.lengths.min()) < 0:
-            raise ColumnError(f"lengths must not be negative, got {int(self.lengths.min())}")
+        lengths = cast("list[int]", self.lengths.tolist())
+        if (shortest := min(lengths, default=0)) < 0:
+            raise ColumnError(f"lengths must not be negative, got {shortest}")
+        tokens = sum(lengths)
         if unknown := self.token_level - self.batch.keys():
             raise ColumnError(f"token_level names columns that are not there: {sorted(unknown)}")
         if both := self.batch.keys() & self.non_tensor_batch.keys():
             raise ColumnError(f"columns {sorted(both)} are both tensors and objects")
         for name, tensor in self.batch.items():
-            want = self.num_tokens if name in self.token_level else rows
+            want = tokens if name in self.token_level else rows
             if tensor.ndim == 0 or tensor.shape[0] != want:
                 kind = "token" if name in self.token_level else "row"
                 raise ColumnError(f"{kind}-level column {name!r} must have {want} entries, got shape {list(tensor.shape)}")
@@ -96,7 +98,7 @@ class DataProto:
             raise ColumnError(f"columns {sorted(both)} are given both per token and per row")
         return cls(
             keys=tuple(keys),
-            lengths=torch.as_tensor(lengths, dtype=torch.int64).cpu(),
+            lengths=lengths.to("cpu", torch.int64) if isinstance(lengths, Tensor) else torch.from_numpy(np.array(lengths, np.int64)),
             batch={**token, **row},
             token_level=frozenset(token),
             non_tensor_batch={name: tuple(values) for name, values in (objects or {}).items()},
@@ -211,6 +213,8 @@ class DataProto:
     def only(self, names: Iterable[str]) -> DataProto:
         """The same rows with the named columns only. Raises ColumnError for a name that is not there."""
         wanted = frozenset(names)
+        if wanted == self.columns:
+            return self
         if missing := wanted - self.columns:
             raise ColumnError(f"no column {sorted(missing)} in this batch; there are {sorted(self.columns)}")
         return replace(

@@ -3,7 +3,7 @@
 `TANDEM_CRASH_AT=snapshot.before_rename:2` sends SIGKILL to the process that passes that point the second time, and
 `trainer-1/update.before_step:2` only where that is rank 1 of pool trainer. Roles: controller, POOL-RANK, reward, forkserver.
 `TANDEM_CRASH_TRACE=FILE` has every process append a line `ROLE/POINT` for each point that it passes.
-Without the variables a point costs some microseconds: it stands where a row or a step passes, and not where a token does.
+The variables are read when a process begins; a fork that changes them says so with `arm`.
 """
 
 import os
@@ -12,6 +12,16 @@ from collections import Counter
 
 _passed: Counter[str] = Counter()
 _role = "controller"
+_trace = _wanted = ""
+
+
+def arm() -> None:
+    """Does from now on what the environment says."""
+    global _trace, _wanted
+    _trace, _wanted = os.environ.get("TANDEM_CRASH_TRACE", ""), os.environ.get("TANDEM_CRASH_AT", "")
+
+
+arm()
 
 
 def take_role(name: str) -> None:
@@ -22,13 +32,12 @@ def take_role(name: str) -> None:
 
 def crash_point(name: str) -> None:
     """Dies here by SIGKILL when the environment says so; otherwise does nothing."""
-    trace, wanted = os.environ.get("TANDEM_CRASH_TRACE"), os.environ.get("TANDEM_CRASH_AT")
-    if trace is not None:
-        with open(trace, "a") as file:  # one write: lines of several processes stay whole
+    if _trace:
+        with open(_trace, "a") as file:  # one write: lines of several processes stay whole
             file.write(f"{_role}/{name}\n")
-    if wanted is None:
+    if not _wanted:
         return
-    point, _, times = wanted.partition(":")
+    point, _, times = _wanted.partition(":")
     role, _, point = point.rpartition("/")
     if point != name or role not in ("", _role):
         return

@@ -60,7 +60,7 @@ class Key(NamedTuple):
     @property
     def place(self) -> Key:
         """The key of the episode that this row belongs to (branch 0): what a queue reserves a place for."""
-        return self._replace(branch=0)
+        return self._replace(branch=0) if self.branch else self
 
     def __str__(self) -> str:
         return f"{self.space}:{self.ordinal}.{self.member}.{self.branch}"

@@ -11,6 +11,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tandem import faults
 from tandem.cli import Invocation, run
 
 RECIPE = """
@@ -104,6 +105,7 @@ def _child(arguments: list[str], log: str, environment: dict[str, str], before: 
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.environ.update(environment)
+    faults.arm()
     if before is not None:
         before()
     sys.exit(run(arguments, Invocation()))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem import faults
 from tandem.data_proto import DataProto
 from tandem.errors import ColumnError, QueueError, SnapshotError, StalledError
 from tandem.ports import Consumer
@@ -121,6 +122,7 @@ def forked(target: Callable[..., None], *arguments: Any, crash_at: str = "") -> 
 def _child(target: Callable[..., None], arguments: tuple[Any, ...], crash_at: str) -> None:
     if crash_at:
         os.environ["TANDEM_CRASH_AT"] = crash_at
+    faults.arm()
     target(*arguments)
 
 

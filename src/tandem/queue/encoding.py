@@ -10,8 +10,11 @@ import io
 import math
 import pickle
 import struct
+from functools import cache
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -20,19 +23,31 @@ from tandem.errors import ColumnError, SnapshotError
 from tandem.types import Key, PolicyRef
 
 _HEADER = struct.Struct("<QQ")  # xxh3 of what follows, bytes of the pickled part
+_NUMPY = {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def encode(rows: DataProto) -> bytes:
     """Raises ColumnError for an object column that is not plain."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in rows.batch.items()}
-    shapes = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), name in rows.token_level) for name, t in tensors.items()]
+    shapes = [(name, _dtype(t.dtype), tuple(t.shape), name in rows.token_level) for name, t in rows.batch.items()]
     lengths = cast("list[int]", rows.lengths.tolist())
     try:
         head = pickle.dumps(([tuple(key) for key in rows.keys], lengths, shapes, dict(rows.non_tensor_batch)), protocol=5)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ColumnError(f"rows {rows.keys[0]}, ... cannot be kept on a disk: {error}") from error
-    body = b"".join((head, *(t.reshape(-1).view(torch.uint8).numpy().data for t in tensors.values())))
+    body = b"".join((head, *map(_array, rows.batch.values())))
     return _HEADER.pack(xxhash.xxh3_64_intdigest(body), len(head)) + body
+
+
+@cache
+def _dtype(of: torch.dtype) -> str:
+    return str(of).removeprefix("torch.")
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Its numbers as they lie in memory; such as numpy does not know as bytes."""
+    if tensor.dtype not in _NUMPY:
+        tensor = tensor.contiguous().view(torch.uint8)
+    return np.ascontiguousarray(tensor.numpy(force=True))
 
 
 def decode(data: bytes) -> DataProto:

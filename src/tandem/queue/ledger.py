@@ -84,16 +84,18 @@ class Ledger:
         return places
 
     def put(self, rows: DataProto) -> None:
+        groups: list[_Group] = []
         for key in rows.keys:
             group = self._groups.get(key.group)
             if group is None or key.place not in group.open:
                 filled = group is not None and any(row.place == key.place for row in group.rows)
                 why = "is filled already" if filled else "is not reserved (never admitted, dropped or consumed)"
                 raise QueueError(f"row {key} cannot be put: its place {key.place} {why}")
-        rows = replace(rows, meta_info={})  # facts about a batch are not facts about its rows
+            groups.append(group)
+        if rows.meta_info:
+            rows = replace(rows, meta_info={})  # facts about a batch are not facts about its rows
         crash_point("queue.before_put")
-        for key in rows.keys:
-            group = self._groups[key.group]
+        for key, group in zip(rows.keys, groups, strict=True):
             group.open.discard(key.place)
             group.rows.add(key)
             self._blocks[key] = rows

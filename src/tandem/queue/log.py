@@ -1,9 +1,9 @@
 """The log of a durable queue: an append-only list of records in one SQLite file, and group commit.
 
 `append` takes a record into memory; `flush` returns once all that was appended before is on the disk. One thread writes. What is
-appended while it does goes into the next transaction, so that all who wait at the same time share one fsync. SQLite's WAL with
-synchronous=FULL gives the rest: a transaction is there whole or not at all, after a crash and after a loss of power, and a torn
-tail ends where its checksum does. The log knows bytes; durable.py knows what they mean.
+appended while it does goes into the next transaction, and so does what those append who waited for it, so that all who put at the
+same time share one fsync. SQLite's WAL with synchronous=FULL gives the rest: a transaction is there whole or not at all, after a
+crash and after a loss of power, and a torn tail ends where its checksum does. The log knows bytes; durable.py knows what they mean.
 
 A log that could not be written once is broken: what memory holds and what is on the disk have parted, and every later call says so.
 Crash points: `queue.before_log`, `queue.in_log` (in the transaction), `queue.after_log`.
@@ -52,12 +52,12 @@ class Facts:
 
 @dataclass
 class _Batch:
-    """What one transaction does. asked: the number of the last call that is in it."""
+    """What one transaction does. waiting: of those who wait until it is on the disk."""
 
     records: list[Record] = field(default_factory=list[Record])
     forget: list[int] = field(default_factory=list[int])
     facts: Facts | None = None
-    asked: int = 0
+    waiting: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
 
 
 class Log:
@@ -90,8 +90,8 @@ class Log:
         self.newest: int = max(newest or 0, self.facts.committed)
         """The number of the last record that was appended."""
         self._pending = _Batch()
-        self._batch: asyncio.Future[_Batch] | None = None
-        self._asked = self._done = 0  # calls that were made, and calls whose work is on the disk
+        self._written: _Batch | None = None  # the one that is being written
+        self._busy = False  # writing, or about to write what is pending
         self._broken: SnapshotError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="queue log")
 
@@ -106,44 +106,57 @@ class Log:
 
     def append(self, kind: str, data: bytes) -> int:
         """The record's number. It is on the disk after the next `flush`."""
-        self._ask()
+        self._check()
         self.newest += 1
         self._pending.records.append(Record(self.newest, kind, data))
         return self.newest
 
     def forget(self, numbers: Collection[int], facts: Facts) -> None:
         """These records go, and the facts are others, in the transaction of the next `flush`."""
-        self._ask()
+        self._check()
         self._pending.forget.extend(numbers)
         self._pending.facts = self.facts = facts
 
-    def _ask(self) -> None:
+    def _check(self) -> None:
         if self._broken is not None:
             raise self._broken
-        self._asked += 1
-        self._pending.asked = self._asked
 
     async def flush(self) -> None:
         """Until all that was asked before this call is on the disk."""
-        wanted = self._asked
-        while self._done < wanted:
-            if self._broken is not None:
-                raise self._broken
-            if self._batch is None:
-                pending, self._pending = self._pending, _Batch()
-                self._batch = asyncio.get_running_loop().run_in_executor(self._thread, self._write, pending)
-                self._batch.add_done_callback(self._written)
-            await asyncio.wait((self._batch,))
+        self._check()
+        batch = self._pending if self._pending.records or self._pending.facts else self._written
+        if batch is None:
+            return
+        done = asyncio.get_running_loop().create_future()
+        batch.waiting.append(done)
+        if not self._busy:
+            self._begin()
+        await done
+        self._check()
 
-    def _written(self, batch: asyncio.Future[_Batch]) -> None:
-        self._batch = None
-        if (problem := batch.exception()) is None:
-            self._done = batch.result().asked
-        else:
+    def _begin(self) -> None:
+        batch, self._pending = self._pending, _Batch()
+        self._written, self._busy = batch, True
+        asyncio.get_running_loop().run_in_executor(self._thread, self._write, batch).add_done_callback(self._end)
+
+    def _end(self, written: asyncio.Future[None]) -> None:
+        assert self._written is not None
+        waiting, self._written = self._written.waiting, None
+        if problem := written.exception():
             assert isinstance(problem, SnapshotError), problem
             self._broken = problem
+            waiting += self._pending.waiting
+        for done in waiting:
+            if not done.cancelled():
+                done.set_result(None)
+        asyncio.get_running_loop().call_soon(self._go_on)  # behind those who waited, whose next records it takes along
 
-    def _write(self, batch: _Batch) -> _Batch:
+    def _go_on(self) -> None:
+        self._busy = False
+        if self._pending.waiting and self._broken is None:
+            self._begin()
+
+    def _write(self, batch: _Batch) -> None:
         """In the writer's thread."""
         crash_point("queue.before_log")
         with self._explained("write"), self._transaction():
@@ -153,7 +166,6 @@ class Log:
                 self._file.execute("UPDATE facts SET data = ?", (json.dumps(vars(batch.facts)),))
             crash_point("queue.in_log")
         crash_point("queue.after_log")
-        return batch
 
     @contextmanager
     def _transaction(self) -> Generator[None]:
