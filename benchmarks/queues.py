@@ -1,13 +1,14 @@
-"""The price of a row in the TransferQueue: against TransferQueue 0.1.11 in memory, and against this disk's fdatasync on it.
+"""The price of a row in the queue: against TransferQueue 0.1.11 in memory, and against this disk's fdatasync on it.
 
     pip install torch transferqueue==0.1.11 ray[default] ...       # in an environment of its own, whose python is PEER
-    python benchmarks/queues.py --peer PEER --disk DIRECTORY        # exits with 1 where a ratio is below its floor
+    python benchmarks/queues.py --peer PEER --disk DIRECTORY        # the last line is JSON; exits with 1 where a ratio misses
 
 memory: samples of eight columns of 2,000 tokens (96 KB), put and got one by one and all 1,000 at once, by both. A put includes the
 reservation of its place. durable: rows of 8 KB on the file system of DIRECTORY, which must not be one in memory, with
 synchronous=FULL: one by one in turns with 8 KB written and fdatasynced to a file; and by 64 producers at once, without and with the
 rest of a row's life (take, acknowledge; a snapshot's save and commit at the end). in flight: a row's life in memory while 100,000
-others wait, and while 1,000 do. The best of the rounds counts. ratio is Tandem's rate over the other one.
+others wait, and while 1,000 do. The best of the rounds counts. ratio is Tandem's rate over the other one, and of those in flight
+what a row costs more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lines import publish, row, within
 
 from tandem.data_proto import DataProto
 from tandem.ports import Consumer
@@ -202,48 +203,31 @@ async def in_flight(best: Rates) -> None:
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--peer", required=True, help="the python of an environment with transferqueue==0.1.11")
-    arguments.add_argument("--disk", required=True, type=Path, help="a directory on a disk")
+    arguments.add_argument("--peer", default=sys.executable, help="a python with transferqueue==0.1.11; this one by default")
+    arguments.add_argument("--disk", default=Path.cwd(), type=Path, help="a directory on a disk; the current one by default")
     given = arguments.parse_args()
     torch.set_num_threads(1)
-    sizes = [str(size) for size in (SAMPLES, SINGLES, TOKENS, ROUNDS)]
-    peer: Rates = json.loads(
-        subprocess.run([given.peer, "-c", PEER, *sizes], check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
-    )
     ours: Rates = {}
     asyncio.run(memory(ours))
     asyncio.run(in_flight(ours))
     with tempfile.TemporaryDirectory(dir=given.disk) as place:
         asyncio.run(disk(ours, Path(place)))
-    rows: list[dict[str, Any]] = []
-
-    def row(case: str, against: str, ratio: float, floor: float, stretch: float | None = None) -> None:
-        rows.append(
-            {"case": case, "against": against, "ratio": round(ratio, 3), "floor": floor, "stretch": stretch, "pass": ratio >= floor}
-        )
-
-    for how, floor in (("one by one", 20.0), ("batch", 5.0)):
-        for call in ("put", "get"):
-            name = f"{how} {call}"
-            row(
-                f"memory, {name}: {ours[name]:,.0f}/s", f"TransferQueue 0.1.11: {peer[name]:,.0f}/s", ours[name] / peer[name], floor
-            )
-    synced = f"8 KB and fdatasync: {ours['fdatasync/s']:,.0f}/s"
-    row(f"durable, one by one: {ours['put/s']:,.0f}/s", synced, ours["durable one by one"], 0.3)
-    for name, goal in (("64 producers", 8_000), ("64 producers, whole cycle", 5_000)):
-        row(f"durable, {name}: {ours[name]:,.0f}/s", f"{goal:,} rows/s", ours[name] / goal, 1.0)
-    many, few = ours[f"{MANY} in flight"], ours[f"{FEW} in flight"]
-    row(f"memory, {MANY:,} in flight: {many:,.0f}/s", f"{FEW:,} in flight: {few:,.0f}/s", many / few, round(1 / 1.5, 3))
-    print(
-        json.dumps(
-            {
-                "benchmark": "queue",
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-                "rows": rows,
-            }
-        )
+    sizes = [str(size) for size in (SAMPLES, SINGLES, TOKENS, ROUNDS)]
+    peer: Rates = json.loads(
+        subprocess.run([given.peer, "-c", PEER, *sizes], check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
     )
-    return 0 if all(each["pass"] for each in rows) else 1
+    rows: list[dict[str, Any]] = []
+    for how, floor in (("one by one", 20), ("batch", 5)):
+        for name in (f"{how} put", f"{how} get"):
+            mine, its = ours[name], peer[name]
+            rows.append(row(f"memory, {name}: {mine:,.0f}/s", f"TransferQueue 0.1.11: {its:,.0f}/s", [mine / its], floor, 2 * floor))
+    many, few = ours[f"{MANY} in flight"], ours[f"{FEW} in flight"]
+    rows.append(within(f"memory, {MANY:,} in flight: {many:,.0f}/s", f"{FEW:,} in flight: {few:,.0f}/s", [few / many], 1.5))
+    synced = f"8 KB and fdatasync: {ours['fdatasync/s']:,.0f}/s"
+    rows.append(row(f"durable, one by one: {ours['put/s']:,.0f}/s", synced, [ours["durable one by one"]], 0.3, 1))
+    for name, goal in (("64 producers", 8_000), ("64 producers, whole cycle", 5_000)):
+        rows.append(row(f"durable, {name}: {ours[name]:,.0f}/s", f"{goal:,} rows/s", [ours[name] / goal], 1, 2))
+    return publish("queues", rows)
 
 
 if __name__ == "__main__":
