@@ -220,7 +220,9 @@ def main() -> int:
     for how, floor in (("one by one", 20), ("batch", 5)):
         for name in (f"{how} put", f"{how} get"):
             mine, its = ours[name], peer[name]
-            rows.append(row(f"memory, {name}: {mine:,.0f}/s", f"TransferQueue 0.1.11: {its:,.0f}/s", [mine / its], floor, 2 * floor))
+            rows.append(
+                row(f"memory, {name}: {mine:,.0f}/s", f"TransferQueue 0.1.11: {its:,.0f}/s", [mine / its], floor, 2 * floor)
+            )
     many, few = ours[f"{MANY} in flight"], ours[f"{FEW} in flight"]
     rows.append(within(f"memory, {MANY:,} in flight: {many:,.0f}/s", f"{FEW:,} in flight: {few:,.0f}/s", [few / many], 1.5))
     synced = f"8 KB and fdatasync: {ours['fdatasync/s']:,.0f}/s"

@@ -98,7 +98,9 @@ class DataProto:
             raise ColumnError(f"columns {sorted(both)} are given both per token and per row")
         return cls(
             keys=tuple(keys),
-            lengths=lengths.to("cpu", torch.int64) if isinstance(lengths, Tensor) else torch.from_numpy(np.array(lengths, np.int64)),
+            lengths=lengths.to("cpu", torch.int64)
+            if isinstance(lengths, Tensor)
+            else torch.from_numpy(np.array(lengths, np.int64)),
             batch={**token, **row},
             token_level=frozenset(token),
             non_tensor_batch={name: tuple(values) for name, values in (objects or {}).items()},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -178,14 +179,18 @@ class WireHash:
 
     def add(self, block: WeightBlock, tensor: Tensor) -> None:
         """tensor: of the block's size; of another dtype, it counts as what it is when cast to the block's."""
-        self._digest.update(repr((block.name, block.shape, block.offsets, block.size, str(block.dtype))).encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        at_once = _HASHED_AT_ONCE if flat.dtype != block.dtype else max(1, len(flat))
-        for start in range(0, len(flat), at_once):
-            self._digest.update(flat[start : start + at_once].to(block.dtype).view(torch.uint8).numpy().data)
+        self._digest.update(_said(block))
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        for part in (flat,) if flat.dtype == block.dtype else flat.split(_HASHED_AT_ONCE):
+            self._digest.update(part.to(block.dtype).view(torch.uint8).numpy())
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
+
+
+@lru_cache(1 << 16)
+def _said(block: WeightBlock) -> bytes:
+    return repr((block.name, block.shape, block.offsets, block.size, str(block.dtype))).encode()
 
 
 def wire_hash(shards: Iterable[WeightShard]) -> str:

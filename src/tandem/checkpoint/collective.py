@@ -78,7 +78,7 @@ class CollectiveSender:
                     packed[number % 2] = self._meeting.tensor(max(size, self._meeting.bucket_bytes))
                 memory, at = packed[number % 2][:size], 0
                 for piece, entry in bucket:
-                    write(piece, entry, memory[at : at + entry.size])
+                    write(piece, read(entry, memory[at : at + entry.size]))
                     at += entry.nbytes
             under_way.append(group.start(memory, 0))
         for wait in under_way:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -51,14 +52,31 @@ def entries_of(pieces: Sequence[WeightPiece], blocks: Sequence[WeightBlock]) -> 
     ]
 
 
-def write(piece: WeightPiece, of: Entry, memory: Tensor) -> None:
-    """memory: uint8, at least `of.size`; a shard is cast on its way."""
-    for mine, source in zip(_views(of, memory), _tensors(piece), strict=True):
+@dataclass(frozen=True)
+class Contents:
+    """Which pieces lie one behind the other."""
+
+    entries: tuple[Entry, ...]
+
+    @cached_property
+    def names(self) -> bytes:
+        """As a list."""
+        return listed(self.entries)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(entry.size for entry in self.entries)
+
+
+def write(piece: WeightPiece, into: WeightPiece) -> None:
+    """Copies numbers to where `read` has them; a shard is cast on its way."""
+    for mine, source in zip(_tensors(into), _tensors(piece), strict=True):
         mine.copy_(source)
 
 
 def read(of: Entry, memory: Tensor) -> WeightPiece:
-    """The piece that was written there; its tensors lie in the memory."""
+    """The piece that is written there; its tensors lie in the memory, which is uint8 and at least `of.size`."""
     views = _views(of, memory)
     if of.changes is None:
         return WeightShard.of(of.block, views[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -47,9 +47,10 @@ class RankWeights:
         """delta: only what changed since the last one, unless `whole` asks for everything, or there was none."""
         if self._sender is None:
             return None
-        pieces = await asyncio.to_thread(self._encode, delta, whole)
+        held = await asyncio.to_thread(list, self._held())
+        pieces = await asyncio.to_thread(self._encode, held, delta, whole)
         moved, digest = await asyncio.gather(
-            asyncio.to_thread(self._sender.send, number, pieces), asyncio.to_thread(self._hash)
+            asyncio.to_thread(self._sender.send, number, pieces), asyncio.to_thread(_hash, held)
         )  # the hash is taken while the bytes are on their way
         sent = (len(piece.values) if isinstance(piece, WeightPatch) else piece.tensor.numel() for piece in pieces)
         return SentWeights(digest, moved, sum(block.numel for block in self._blocks), sum(sent))
@@ -61,19 +62,20 @@ class RankWeights:
                 raise EngineError(f"weight {shard.name} stands where {block.name} was as the weights were opened: open them again")
             yield block, shard.tensor
 
-    def _encode(self, delta: bool, whole: bool) -> list[WeightPiece]:
+    def _encode(self, held: Iterable[tuple[WeightBlock, Tensor]], delta: bool, whole: bool) -> list[WeightPiece]:
         if delta != isinstance(self._encoding, Delta):
             self._encoding = Delta() if delta else Full()
-        return [self._encoding.encode(block, tensor, whole) for block, tensor in self._held()]
-
-    def _hash(self) -> str:
-        digest = WireHash()
-        for block, tensor in self._held():
-            digest.add(block, tensor)
-        return digest.hexdigest()
+        return [self._encoding.encode(block, tensor, whole) for block, tensor in held]
 
     def close(self) -> None:
         """Also what is kept of what was sent before is let go."""
         if self._sender is not None:
             self._sender.close()
         self._sender, self._encoding = None, Full()
+
+
+def _hash(held: Iterable[tuple[WeightBlock, Tensor]]) -> str:
+    digest = WireHash()
+    for block, tensor in held:
+        digest.add(block, tensor)
+    return digest.hexdigest()

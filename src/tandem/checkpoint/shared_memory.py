@@ -11,21 +11,24 @@ A reader that finds another number before or after it has read, or while it stil
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.packing import Entry, entries_of, listed, read, unlisted, write
+from tandem.checkpoint.packing import Contents, Entry, entries_of, read, unlisted, write
 from tandem.checkpoint.transport import Outlet, this_host
 from tandem.errors import EngineError
-from tandem.weights import OpenedWeights, WeightBlock, WeightPiece
+from tandem.weights import OpenedWeights, WeightBlock, WeightPatch, WeightPiece
 
 _HEAD_BYTES = 64
 _BEGAN, _ENDED, _LIST = 0, 1, 2  # of the head
 _CHANGES_DIGITS = 24  # room for the list to grow by, a block: a patch says how much changed
+
+
+Laid = tuple[WeightBlock, WeightPiece]
 
 
 class Buffer:
@@ -37,16 +40,14 @@ class Buffer:
         except RuntimeError as error:
             raise EngineError(f"{size >> 20} MB of shared memory at {path} cannot be mapped: {error}") from error
         self._head = self.bytes[:_HEAD_BYTES].view(torch.int64)
+        self._names, self._laid = b"", list[Laid]()
 
-    def write(self, number: int, pieces: Sequence[tuple[WeightPiece, Entry]]) -> None:
-        names = listed([entry for _, entry in pieces])
+    def write(self, number: int, contents: Contents, pieces: Sequence[WeightPiece]) -> None:
+        names = contents.names
         self._head[_BEGAN], self._head[_LIST] = number, len(names)
-        at = _HEAD_BYTES
-        self.bytes[at : at + len(names)] = torch.frombuffer(bytearray(names), dtype=torch.uint8)
-        at = _after(len(names))
-        for piece, entry in pieces:
-            write(piece, entry, self.bytes[at : at + entry.nbytes])
-            at += entry.nbytes
+        self.bytes[_HEAD_BYTES : _HEAD_BYTES + len(names)] = torch.frombuffer(bytearray(names), dtype=torch.uint8)
+        for piece, (_, mine) in zip(pieces, self._lay(names, contents.entries), strict=True):
+            write(piece, mine)
         self._head[_ENDED] = number
 
     def check(self, number: int) -> None:
@@ -57,15 +58,22 @@ class Buffer:
                 + f", and {began} is being written" * (began != ended)
             )
 
-    def entries(self) -> list[tuple[Entry, int]]:
-        """Each with where its piece begins."""
-        size = int(self._head[_LIST])
-        entries = unlisted(self.bytes[_HEAD_BYTES : _HEAD_BYTES + size].numpy().tobytes())
-        at, found = _after(size), list[tuple[Entry, int]]()
-        for each in entries:
-            found.append((each, at))
-            at += each.nbytes
-        return found
+    def read(self, number: int) -> list[Laid]:
+        """Raises EngineError where another number is there."""
+        self.check(number)
+        names = self.bytes[_HEAD_BYTES : _HEAD_BYTES + int(self._head[_LIST])].numpy().tobytes()
+        self.check(number)
+        return self._lay(names)
+
+    def _lay(self, names: bytes, entries: Iterable[Entry] = ()) -> list[Laid]:
+        """The pieces of a list, as they lie here: the same as of the last one, if that named the same."""
+        if names != self._names:
+            at, laid = _after(len(names)), list[Laid]()
+            for each in entries or unlisted(names):
+                laid.append((each.block, read(each, self.bytes[at : at + each.nbytes])))
+                at += each.nbytes
+            self._names, self._laid = names, laid
+        return self._laid
 
 
 def _after(list_bytes: int) -> int:
@@ -76,9 +84,9 @@ class MemorySender:
     """Implements transport.Sender."""
 
     def __init__(self, index: int, blocks: Sequence[WeightBlock]) -> None:
-        entries = [Entry(block, None) for block in blocks]
-        room = _after(len(listed(entries)) + _CHANGES_DIGITS * len(entries))
-        size = room + sum(entry.nbytes for entry in entries)
+        self._whole = Contents(tuple(Entry(block, None) for block in blocks))
+        room = _after(len(self._whole.names) + _CHANGES_DIGITS * len(blocks))
+        size = room + sum(entry.nbytes for entry in self._whole.entries)
         self._files = [os.memfd_create(f"tandem-weights-{index}-{number}") for number in range(2)]
         for file in self._files:
             os.ftruncate(file, size)
@@ -86,9 +94,11 @@ class MemorySender:
         self.opened = OpenedWeights(this_host(), tuple(blocks), " ".join(map(str, (os.getpid(), size, *self._files))))
 
     def send(self, number: int, pieces: Sequence[WeightPiece]) -> int:
-        entries = entries_of(pieces, self.opened.blocks)
-        self._buffers[number % 2].write(number, entries)
-        return sum(entry.size for _, entry in entries)
+        contents = self._whole
+        if any(isinstance(piece, WeightPatch) for piece in pieces):
+            contents = Contents(tuple(entry for _, entry in entries_of(pieces, self.opened.blocks)))
+        self._buffers[number % 2].write(number, contents, pieces)
+        return contents.size
 
     def close(self) -> None:
         self._buffers.clear()
@@ -126,16 +136,13 @@ class MemorySource:
 
     def __init__(self, number: int, buffers: Sequence[Buffer]) -> None:
         self._number, self._buffers = number, buffers
-        self.check()
-        self._entries = [buffer.entries() for buffer in buffers]
-        self.check()
-        self.blocks = tuple(entry.block for entries in self._entries for entry, _ in entries)
+        self._laid = [each for buffer in buffers for each in buffer.read(number)]
+        self.blocks = tuple(block for block, _ in self._laid)
 
     def shards(self) -> Iterator[WeightPiece]:
         """Raises EngineError at the end where something was overwritten while it was read."""
-        for buffer, entries in zip(self._buffers, self._entries, strict=True):
-            for entry, at in entries:
-                yield read(entry, buffer.bytes[at : at + entry.nbytes])
+        for _, piece in self._laid:
+            yield piece
         self.check()
 
     def check(self) -> None:

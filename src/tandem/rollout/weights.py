@@ -58,7 +58,8 @@ def wire_hash(weights: Mapping[str, Tensor], blocks: Sequence[WeightBlock]) -> s
     digest = WireHash()
     for block in blocks:
         _fit(weights, block)
-        digest.add(block, weights[block.name].detach()[block.slices])
+        weight = weights[block.name].detach()
+        digest.add(block, weight if block.size == block.shape else weight[block.slices])
     return digest.hexdigest()
 
 
