@@ -233,7 +233,7 @@ class Publishing:
 
         def send() -> int:
             pieces = [encoding.encode(block, held[block.name], True) for block in self._blocks]
-            return self._sender.send(self._number, pieces)
+            return self._sender.send(self._number, pieces, lambda _: None)
 
         return timed(send, self.engines[:readers], (self._number, False), meets=self.transport.meets)
 

@@ -6,15 +6,19 @@ Nothing is moved here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 _HASHED_AT_ONCE = 1 << 18  # numbers that are cast at a time, so that the copy stays in a processor's cache
 
@@ -152,7 +156,7 @@ class WeightPart:
 class Held:
     """What a rollout engine has, to be compared with the trainer's.
 
-    wire_hashes: of each sequence of blocks that was asked for (`WireHash`). logprobs: of each row, float32, of each
+    wire_hashes: of each sequence of blocks that was asked for (`wire_hash`). logprobs: of each row, float32, of each
     token from the second on, given those before it, at temperature 1. tolerance: by how much these may differ, as it declares.
     """
 
@@ -167,25 +171,31 @@ def whole_shards(module: nn.Module) -> Iterator[WeightShard]:
         yield WeightShard(name, tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
 
 
-class WireHash:
-    """One hash for a set of weights, the same wherever it is computed: two holders of equal weights agree on it.
+def wire_hash(shards: Iterable[WeightShard]) -> str:
+    """One hash for a set of weights, the same wherever it is computed: two holders of equal weights agree on it. Hexadecimal.
 
-    xxh3 (128 bits) over name, global shape, offsets, dtype and bits of each block, in the order given. It says that the bits are
-    equal, not that they are right.
+    xxh3 (128 bits) over that of each block, in the order given: over its name, global shape, offsets, dtype and bits. It says that
+    the bits are equal, not that they are right.
     """
+    return joined_hash(block_hash(shard.block, shard.tensor) for shard in shards)
 
-    def __init__(self) -> None:
-        self._digest = xxhash.xxh3_128()
 
-    def add(self, block: WeightBlock, tensor: Tensor) -> None:
-        """tensor: of the block's size; of another dtype, it counts as what it is when cast to the block's."""
-        self._digest.update(_said(block))
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        for part in (flat,) if flat.dtype == block.dtype else flat.split(_HASHED_AT_ONCE):
-            self._digest.update(part.to(block.dtype).view(torch.uint8).numpy())
+def joined_hash(hashes: Iterable[bytes]) -> str:
+    """Of the hashes of blocks: see wire_hash."""
+    digest = xxhash.xxh3_128()
+    for each in hashes:
+        digest.update(each)
+    return digest.hexdigest()
 
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
+
+def block_hash(block: WeightBlock, tensor: Tensor) -> bytes:
+    """See wire_hash. tensor: of the block's size; of another dtype, it counts as what it is when cast to the block's."""
+    digest = xxhash.xxh3_128(_said(block))
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    at_once = max(1, len(flat)) if flat.dtype == block.dtype else _HASHED_AT_ONCE
+    for part in cast("Sequence[Tensor]", flat.split(at_once)):  # pyright: ignore[reportUnknownMemberType] torch leaves it open
+        digest.update(part.to(block.dtype).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 @lru_cache(1 << 16)
@@ -193,9 +203,7 @@ def _said(block: WeightBlock) -> bytes:
     return repr((block.name, block.shape, block.offsets, block.size, str(block.dtype))).encode()
 
 
-def wire_hash(shards: Iterable[WeightShard]) -> str:
-    """See WireHash; hexadecimal."""
-    digest = WireHash()
-    for shard in shards:
-        digest.add(shard.block, shard.tensor)
-    return digest.hexdigest()
+def two_at_a_time(do: Callable[[int], T], count: int) -> list[T]:
+    """`do` of 0 to count - 1, in two threads: one core that copies or hashes does not use all that memory gives."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(do, range(count)))

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] documented there
 
 from tandem import device
-from tandem.checkpoint.packing import Entry, cut, entries_of, grouped, listed, read, unlisted, write
-from tandem.checkpoint.transport import Outlet, this_host
+from tandem.checkpoint.packing import Entry, Part, grouped, listed, parts_of, read, unlisted, write
+from tandem.checkpoint.transport import Outlet, Seen, this_host
 from tandem.device import Address, Broadcasts, Device
 from tandem.weights import OpenedWeights, WeightBlock, WeightPiece, WeightShard
 
@@ -54,19 +54,18 @@ class CollectiveSender:
         self._group: Broadcasts | None = None
         self.opened = OpenedWeights(this_host(), tuple(blocks), str(index))
 
-    def send(self, number: int, pieces: Sequence[WeightPiece]) -> int:
+    def send(self, number: int, pieces: Sequence[WeightPiece], seen: Seen) -> int:
         """Raises StalledError where a reader does not read."""
         del number
         group = self._group = self._group or self._meeting.join(self._index, 0)
-        whole = entries_of(pieces, self.opened.blocks)
-        parts = [each for piece, entry in whole for each in cut(piece, entry, self._meeting.bucket_bytes)]
-        names = torch.frombuffer(bytearray(listed([entry for _, entry in parts])), dtype=torch.uint8)
+        parts = parts_of(pieces, self.opened.blocks, self._meeting.bucket_bytes)
+        names = torch.frombuffer(bytearray(listed([part.entry for part in parts])), dtype=torch.uint8)
         for head in (torch.tensor([len(names)]), names):
             group.start(head.to(self._meeting.device.torch), 0)()
         under_way: deque[Callable[[], None]] = deque()
         packed = [self._meeting.tensor(0)] * 2  # of every other bucket
         start = 0
-        for number, entries in enumerate(grouped((entry for _, entry in parts), self._meeting.bucket_bytes)):
+        for number, entries in enumerate(grouped((part.entry for part in parts), self._meeting.bucket_bytes)):
             if len(under_way) == len(packed):
                 under_way.popleft()()
             bucket = parts[start : start + len(entries)]
@@ -77,13 +76,16 @@ class CollectiveSender:
                 if len(packed[number % 2]) < size:
                     packed[number % 2] = self._meeting.tensor(max(size, self._meeting.bucket_bytes))
                 memory, at = packed[number % 2][:size], 0
-                for piece, entry in bucket:
+                for piece, entry, _ in bucket:
                     write(piece, read(entry, memory[at : at + entry.size]))
                     at += entry.nbytes
             under_way.append(group.start(memory, 0))
+            for part in bucket:
+                if part.ends is not None:
+                    seen(part.ends)
         for wait in under_way:
             wait()
-        return sum(entry.size for _, entry in parts)
+        return sum(part.entry.size for part in parts)
 
     def close(self) -> None:
         self._group = None
@@ -192,9 +194,9 @@ def _size(bucket: Sequence[Entry]) -> int:
     return sum(entry.nbytes for entry in bucket[:-1]) + bucket[-1].size
 
 
-def _as_it_lies(bucket: Sequence[tuple[WeightPiece, Entry]], where: Device) -> Tensor | None:
+def _as_it_lies(bucket: Sequence[Part], where: Device) -> Tensor | None:
     """The bytes of a single shard that needs neither a copy nor a cast."""
-    (piece, entry), *others = bucket
+    (piece, entry, _), *others = bucket
     if others or not isinstance(piece, WeightShard):
         return None
     tensor = piece.tensor.detach()

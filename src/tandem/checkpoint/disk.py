@@ -21,8 +21,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tandem.checkpoint.packing import Entry, cut, entries_of, grouped, listed, unlisted
-from tandem.checkpoint.transport import Outlet, this_host
+from tandem.checkpoint.packing import Entry, Part, grouped, listed, parts_of, unlisted
+from tandem.checkpoint.transport import Outlet, Seen, this_host
 from tandem.errors import EngineError
 from tandem.weights import OpenedWeights, WeightBlock, WeightPatch, WeightPiece, WeightShard
 
@@ -35,20 +35,23 @@ class DiskSender:
         self._kept: list[Path] = []
         self.opened = OpenedWeights(this_host(), tuple(blocks), str(index))
 
-    def send(self, number: int, pieces: Sequence[WeightPiece]) -> int:
+    def send(self, number: int, pieces: Sequence[WeightPiece], seen: Seen) -> int:
         directory = _directory(self._directory, number)
-        parts = [each for piece, entry in entries_of(pieces, self.opened.blocks) for each in cut(piece, entry, self._bucket_bytes)]
-        groups = grouped((entry for _, entry in parts), self._bucket_bytes)
+        parts = parts_of(pieces, self.opened.blocks, self._bucket_bytes)
+        groups = grouped((part.entry for part in parts), self._bucket_bytes)
         files: dict[str, str] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
             start = 0
             for group, entries in enumerate(groups):
                 name = f"rank-{self._index}-{group}.safetensors"
-                tensors = _tensors(parts[start : start + len(entries)])
-                safetensors.torch.save_file(tensors, directory / name)
+                bucket = parts[start : start + len(entries)]
+                safetensors.torch.save_file(_tensors(bucket), directory / name)
                 files[name] = listed(entries).decode()
                 start += len(entries)
+                for part in bucket:
+                    if part.ends is not None:
+                        seen(part.ends)
             temporary = directory / f".rank-{self._index}.json"
             temporary.write_text(json.dumps(files))
             os.replace(temporary, _list(directory, self._index))
@@ -57,7 +60,7 @@ class DiskSender:
         self._kept.append(directory)
         if len(self._kept) > 2:
             shutil.rmtree(self._kept.pop(0), ignore_errors=True)  # another rank may have removed it
-        return sum(entry.size for _, entry in parts)
+        return sum(part.entry.size for part in parts)
 
     def close(self) -> None:
         """The files are the transport's to remove."""
@@ -134,10 +137,10 @@ def _list(directory: Path, index: int) -> Path:
     return directory / f"rank-{index}.json"
 
 
-def _tensors(parts: Sequence[tuple[WeightPiece, Entry]]) -> dict[str, Tensor]:
+def _tensors(parts: Sequence[Part]) -> dict[str, Tensor]:
     """By the place of a piece in its file: a name says which weight it is, for people; the list says it for readers."""
     found: dict[str, Tensor] = {}
-    for i, (piece, entry) in enumerate(parts):
+    for i, (piece, entry, _) in enumerate(parts):
         name = f"{i}:{entry.block.name}"
         if isinstance(piece, WeightPatch):
             found |= {f"{name}:gaps": piece.gaps, f"{name}:values": piece.values}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -93,6 +93,23 @@ def _views(of: Entry, memory: Tensor) -> tuple[Tensor, ...]:
         return (memory[: of.block.nbytes].view(of.block.dtype).view(of.block.size),)
     values, gaps = memory[: of.changes * of.block.dtype.itemsize], memory[of.gaps_at : of.size]
     return values.view(of.block.dtype), gaps.view(torch.uint16)
+
+
+class Part(NamedTuple):
+    """Of a piece, or all of it. ends: the place of the piece of which it is the last."""
+
+    piece: WeightPiece
+    entry: Entry
+    ends: int | None
+
+
+def parts_of(pieces: Sequence[WeightPiece], blocks: Sequence[WeightBlock], most: int) -> list[Part]:
+    """All of them, of at most `most` bytes each, as `cut` makes them."""
+    found: list[Part] = []
+    for place, (piece, entry) in enumerate(entries_of(pieces, blocks)):
+        found += [Part(*each, None) for each in cut(piece, entry, most)]
+        found[-1] = found[-1]._replace(ends=place)
+    return found
 
 
 def cut(piece: WeightPiece, of: Entry, most: int) -> Iterator[tuple[WeightPiece, Entry]]:

@@ -11,7 +11,17 @@ from torch import Tensor
 from tandem.checkpoint.encoding import Delta, Encoding, Full
 from tandem.checkpoint.transport import Outlet, Sender
 from tandem.errors import EngineError
-from tandem.weights import OpenedWeights, SentWeights, WeightBlock, WeightLayout, WeightPatch, WeightPiece, WeightShard, WireHash
+from tandem.weights import (
+    OpenedWeights,
+    SentWeights,
+    WeightBlock,
+    WeightLayout,
+    WeightPatch,
+    WeightPiece,
+    WeightShard,
+    block_hash,
+    joined_hash,
+)
 
 
 class Holder(Protocol):
@@ -49,11 +59,14 @@ class RankWeights:
             return None
         held = await asyncio.to_thread(list, self._held())
         pieces = await asyncio.to_thread(self._encode, held, delta, whole)
-        moved, digest = await asyncio.gather(
-            asyncio.to_thread(self._sender.send, number, pieces), asyncio.to_thread(_hash, held)
-        )  # the hash is taken while the bytes are on their way
+        hashes = [b""] * len(held)
+
+        def seen(place: int) -> None:
+            hashes[place] = block_hash(*held[place])
+
+        moved = await asyncio.to_thread(self._sender.send, number, pieces, seen)
         sent = (len(piece.values) if isinstance(piece, WeightPatch) else piece.tensor.numel() for piece in pieces)
-        return SentWeights(digest, moved, sum(block.numel for block in self._blocks), sum(sent))
+        return SentWeights(joined_hash(hashes), moved, sum(block.numel for block in self._blocks), sum(sent))
 
     def _held(self) -> Iterator[tuple[WeightBlock, Tensor]]:
         """Each block with the tensor that is held of it, in the trainer's dtype."""
@@ -72,10 +85,3 @@ class RankWeights:
         if self._sender is not None:
             self._sender.close()
         self._sender, self._encoding = None, Full()
-
-
-def _hash(held: Iterable[tuple[WeightBlock, Tensor]]) -> str:
-    digest = WireHash()
-    for block, tensor in held:
-        digest.add(block, tensor)
-    return digest.hexdigest()

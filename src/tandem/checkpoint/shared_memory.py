@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.packing import Contents, Entry, entries_of, read, unlisted, write
-from tandem.checkpoint.transport import Outlet, this_host
+from tandem.checkpoint.transport import Outlet, Seen, this_host
 from tandem.errors import EngineError
-from tandem.weights import OpenedWeights, WeightBlock, WeightPatch, WeightPiece
+from tandem.weights import OpenedWeights, WeightBlock, WeightPatch, WeightPiece, two_at_a_time
 
 _HEAD_BYTES = 64
 _BEGAN, _ENDED, _LIST = 0, 1, 2  # of the head
@@ -42,12 +42,17 @@ class Buffer:
         self._head = self.bytes[:_HEAD_BYTES].view(torch.int64)
         self._names, self._laid = b"", list[Laid]()
 
-    def write(self, number: int, contents: Contents, pieces: Sequence[WeightPiece]) -> None:
+    def write(self, number: int, contents: Contents, pieces: Sequence[WeightPiece], seen: Seen) -> None:
         names = contents.names
         self._head[_BEGAN], self._head[_LIST] = number, len(names)
         self.bytes[_HEAD_BYTES : _HEAD_BYTES + len(names)] = torch.frombuffer(bytearray(names), dtype=torch.uint8)
-        for piece, (_, mine) in zip(pieces, self._lay(names, contents.entries), strict=True):
-            write(piece, mine)
+        laid = self._lay(names, contents.entries)
+
+        def copied(place: int) -> None:
+            write(pieces[place], laid[place][1])
+            seen(place)
+
+        two_at_a_time(copied, len(pieces))
         self._head[_ENDED] = number
 
     def check(self, number: int) -> None:
@@ -93,11 +98,11 @@ class MemorySender:
         self._buffers = [Buffer(f"/proc/self/fd/{file}", size) for file in self._files]
         self.opened = OpenedWeights(this_host(), tuple(blocks), " ".join(map(str, (os.getpid(), size, *self._files))))
 
-    def send(self, number: int, pieces: Sequence[WeightPiece]) -> int:
+    def send(self, number: int, pieces: Sequence[WeightPiece], seen: Seen) -> int:
         contents = self._whole
         if any(isinstance(piece, WeightPatch) for piece in pieces):
             contents = Contents(tuple(entry for _, entry in entries_of(pieces, self.opened.blocks)))
-        self._buffers[number % 2].write(number, contents, pieces)
+        self._buffers[number % 2].write(number, contents, pieces, seen)
         return contents.size
 
     def close(self) -> None:

@@ -18,13 +18,16 @@ from typing import ClassVar, Protocol
 from tandem.ports import WeightSource
 from tandem.weights import OpenedWeights, WeightBlock, WeightPiece
 
+Seen = Callable[[int], None]
+"""Is told the place of each piece when its numbers were read, while they lie in a cache. In any thread."""
+
 
 class Sender(Protocol):
     """Of a rank of the trainer, in its process. Calls block."""
 
     opened: OpenedWeights
 
-    def send(self, number: int, pieces: Sequence[WeightPiece]) -> int:
+    def send(self, number: int, pieces: Sequence[WeightPiece], seen: Seen) -> int:
         """Bytes. One piece a block, in order; a shard may be of another dtype than its block, to be cast on its way."""
         ...
 

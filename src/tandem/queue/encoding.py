@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
@@ -34,7 +33,7 @@ def encode(rows: DataProto) -> bytes:
         head = pickle.dumps(([tuple(key) for key in rows.keys], lengths, shapes, dict(rows.non_tensor_batch)), protocol=5)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ColumnError(f"rows {rows.keys[0]}, ... cannot be kept on a disk: {error}") from error
-    body = b"".join((head, *map(_array, rows.batch.values())))
+    body = b"".join((head, *map(_bytes, rows.batch.values())))
     return _HEADER.pack(xxhash.xxh3_64_intdigest(body), len(head)) + body
 
 
@@ -43,11 +42,11 @@ def _dtype(of: torch.dtype) -> str:
     return str(of).removeprefix("torch.")
 
 
-def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Its numbers as they lie in memory; such as numpy does not know as bytes."""
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """Its numbers as they lie in memory; such as numpy does not know are viewed as bytes first."""
     if tensor.dtype not in _NUMPY:
         tensor = tensor.contiguous().view(torch.uint8)
-    return np.ascontiguousarray(tensor.numpy(force=True))
+    return np.ascontiguousarray(tensor.numpy(force=True)).data
 
 
 def decode(data: bytes) -> DataProto:

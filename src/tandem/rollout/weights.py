@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tandem.errors import EngineError
 from tandem.models.language_model import LanguageModel
 from tandem.ports import WeightSource
-from tandem.weights import WeightBlock, WeightPiece, WeightShard, WireHash
+from tandem.weights import WeightBlock, WeightPiece, WeightShard, block_hash, joined_hash, two_at_a_time
 
 
 @torch.no_grad()
@@ -55,12 +55,14 @@ def scatter(piece: WeightPiece, into: Tensor, offsets: Sequence[int] | None = No
 
 def wire_hash(weights: Mapping[str, Tensor], blocks: Sequence[WeightBlock]) -> str:
     """Of these blocks of whole weights. Raises EngineError for one that is not among them."""
-    digest = WireHash()
-    for block in blocks:
+
+    def each(number: int) -> bytes:
+        block = blocks[number]
         _fit(weights, block)
         weight = weights[block.name].detach()
-        digest.add(block, weight if block.size == block.shape else weight[block.slices])
-    return digest.hexdigest()
+        return block_hash(block, weight if block.size == block.shape else weight[block.slices])
+
+    return joined_hash(two_at_a_time(each, len(blocks)))
 
 
 def _moving(module: nn.Module) -> Mapping[str, Tensor]:
