@@ -205,5 +205,14 @@ def _said(block: WeightBlock) -> bytes:
 
 def two_at_a_time(do: Callable[[int], T], count: int) -> list[T]:
     """`do` of 0 to count - 1, in two threads: one core that copies or hashes does not use all that memory gives."""
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(do, range(count)))
+    left, done = iter(range(count)), dict[int, T]()
+
+    def work() -> None:
+        for number in left:
+            done[number] = do(number)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(work)
+        work()
+        other.result()
+    return [done[number] for number in range(count)]
