@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tandem import doctor
+from tandem.errors import SandboxError
+from tandem.sandbox.probe import Finding as Wall
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"].keys() - {"all", "test", "check"}
@@ -20,6 +22,30 @@ def test_here_nothing_is_wrong() -> None:
     findings = {finding.what: finding for finding in doctor.examine()}
     assert findings.keys() >= {"Python", "torch", "law 5", "/dev/shm", "disk"}
     assert "wrong" not in {finding.verdict for finding in findings.values()}
+
+
+@pytest.mark.parametrize(
+    ("walls", "verdict", "advice"),
+    [
+        ([Wall("no network", True)], "ok", ""),
+        ([Wall("no network", True), Wall("few processes", False)], "note", "does not hold: few processes"),
+        (SandboxError("unshare ns: EPERM"), "note", "unshare ns: EPERM"),
+    ],
+)
+def test_it_says_which_walls_of_the_sandbox_hold(
+    walls: list[Wall] | SandboxError, verdict: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tried(*_: object) -> list[Wall]:
+        if isinstance(walls, SandboxError):
+            raise walls
+        return walls
+
+    monkeypatch.setattr(doctor, "sandboxed", tried)
+    found = {finding.what: finding for finding in doctor.examine()}["sandbox"]
+    assert (found.verdict, found.advice) == (verdict, advice)
+    assert found.found == (
+        "not to be had: reward code judges nothing here" if isinstance(walls, SandboxError) else "holds: no network"
+    )
 
 
 def test_a_missing_extra_is_a_note_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import shutil
@@ -18,9 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem import device
+from tandem.errors import SandboxError
 from tandem.models.decoder import DecoderConfig
 from tandem.models.probe import probe
 from tandem.registry import extras
+from tandem.sandbox.isolated import IsolatedSandbox
+from tandem.sandbox.probe import probe as sandboxed
 
 Verdict = Literal["ok", "note", "wrong"]
 _MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", "yellow"), "wrong": ("✗", "red")}
@@ -93,8 +97,21 @@ def _machine() -> Iterator[Finding]:
     yield Finding("/dev/shm", f"{shared / 1e9:,.1f} GB free", *_room(shared, "workers hand columns and weights over in it"))
     free = shutil.disk_usage(Path.cwd()).free
     yield Finding("disk", f"{free / 1e9:,.1f} GB free at {Path.cwd()}", *_room(free, "snapshots of a run are written below runs/"))
+    yield _sandbox()
     if os.environ.get("OMP_WAIT_POLICY", "passive").lower() != "passive":
         yield Finding("OMP_WAIT_POLICY", os.environ["OMP_WAIT_POLICY"], "note", "waiting threads spin and starve others: unset it")
+
+
+def _sandbox() -> Finding:
+    """Of the walls around code that is judged, by trying them."""
+    try:
+        tried = asyncio.run(sandboxed(IsolatedSandbox(), str(Path(__file__).resolve())))
+    except SandboxError as error:
+        return Finding("sandbox", "not to be had: reward code judges nothing here", "note", str(error))
+    held, missing = ([wall.name for wall in tried if wall.held is held] for held in (True, False))
+    if missing:
+        return Finding("sandbox", f"holds: {', '.join(held)}", "note", f"does not hold: {', '.join(missing)}")
+    return Finding("sandbox", f"holds: {', '.join(held)}")
 
 
 def _room(free: int, use: str) -> tuple[Verdict, str]:

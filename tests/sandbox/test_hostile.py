@@ -135,6 +135,51 @@ except OSError:
     assert run(many).stdout == "True\n"
 
 
+def test_memory_of_all_processes_together_is_bounded() -> None:
+    """Each stays below the limit of one, and the twelve would hold seven times as much."""
+    many = """
+import os, time
+for n in range(12):
+    if os.fork() == 0:
+        x = bytearray(150 << 20)
+        time.sleep(4)
+        os._exit(0)
+for n in range(12):
+    os.wait()
+print("held")
+"""
+    outcome = run(many)
+    assert (outcome.limit, outcome.stdout) == ("memory", "")
+    assert mine() == set()
+
+
+def test_what_processes_share_counts_once() -> None:
+    shared = """
+import os, time
+x = bytearray(100 << 20)
+for n in range(8):
+    if os.fork() == 0:
+        time.sleep(0.5)
+        os._exit(x[-1])
+print([os.wait()[1] for n in range(8)])
+"""
+    assert run(shared) == Outcome(0, f"{[0] * 8}\n", "")
+
+
+def test_memory_that_belongs_to_no_process_cannot_be_had() -> None:
+    source = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print([name for name, call in {
+    "shm": lambda: libc.shmget(0, 64 << 20, 0o1600),
+    "messages": lambda: libc.msgget(0, 0o1600),
+    "semaphores": lambda: libc.semget(0, 1, 0o1600),
+    "memfd": lambda: libc.memfd_create(b"x", 0),
+}.items() if call() >= 0])
+"""
+    assert run(source).stdout == "[]\n"
+
+
 def test_a_flood_of_output_is_cut() -> None:
     outcome = run("while True: print('x' * 1000)")
     assert (len(outcome.stdout), outcome.limit) == (100_000, "output")

@@ -14,7 +14,7 @@ from pathlib import Path
 from tandem.errors import DataError, SandboxError
 from tandem.ports import Limits, Outcome
 from tandem.sandbox.launcher import BOX
-from tandem.sandbox.run import Run, checked_name
+from tandem.sandbox.run import Limit, Run, checked_name
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
@@ -30,10 +30,12 @@ class IsolatedSandbox:
       no other files          /usr and the like and this Python, read-only; a home in memory, and a /tmp, `files_bytes` together
       no privileges           another user (nobody, where Tandem runs as root), no capabilities, none to be gained
       `processes`             at once, threads included
-      fewer system calls      where libseccomp is installed: no namespaces, mounts, tracing, keys, BPF, io_uring, other sockets
+      `memory_bytes`          of all its processes together, beside that of each: looked at 50 times a second
+      fewer system calls      where libseccomp is installed: no namespaces, mounts, tracing, keys, BPF, io_uring, other sockets,
+                              memory that belongs to no process
 
-    Not kept: memory is counted by process, so that the whole may take `processes` times as much; the kernel is this machine's, so
-    that who has a hole in it is not held; times and load can be observed.
+    Not kept: between two looks more memory can be taken, and the kernel's own buffers (of pipes, of sockets) are not counted; the
+    kernel is this machine's, so that who has a hole in it is not held; times and load can be observed.
 
     visible: further paths of this machine, which it may read. Raises SandboxError where this machine does not allow all of it:
     nothing is run with less.
@@ -79,6 +81,7 @@ class IsolatedSandbox:
             "environment": {"HOME": BOX, "TMPDIR": BOX, "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"},
             "visible": self._visible,
             "rlimits": rlimits,
+            "memory_bytes": limits.memory_bytes,
         }
         return json.dumps(job).encode()
 
@@ -99,15 +102,20 @@ def _spawn(job: bytes, report: int) -> subprocess.Popen[bytes]:
         )
 
 
-def _code(report: int) -> int:
-    """What init reported: the program's exit code; it was killed where there is no report. Raises SandboxError."""
+def _code(report: int) -> tuple[int, Limit | None]:
+    """What init reported: the program's exit code, and the limit that it went over; it was killed where there is no report.
+
+    Raises SandboxError.
+    """
     said = os.read(report, 1 << 16)
     if not said:
-        return -signal.SIGKILL
+        return -signal.SIGKILL, None
     found = json.loads(said)
     if "error" in found:
         raise SandboxError(
             f"this machine gives no sandbox ({found['error']}): it needs Linux 5.12 with user namespaces, which containers and "
             f"some distributions forbid (docs/guides/rewards.md); sandbox=process runs programs with limits and without walls"
         )
-    return os.waitstatus_to_exitcode(found["status"])
+    if "limit" in found:
+        return -signal.SIGKILL, found["limit"]
+    return os.waitstatus_to_exitcode(found["status"]), None

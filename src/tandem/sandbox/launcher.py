@@ -7,7 +7,8 @@ JOB is a file descriptor with JSON, REPORT one to write to. Three processes:
                  kills whatever is left in the namespace
     program      without privileges, under limits and a filter of system calls
 
-Init reports {"status": wait status of the program} or {"error": why there is no sandbox}. When the supervisor has ended, nothing of
+Init reports {"status": wait status of the program}, {"limit": "memory"} where its processes took more together than one may, or
+{"error": why there is no sandbox}. When the supervisor has ended, nothing of
 the program is left, and it was never on a disk: its files live in memory.
 """
 
@@ -39,6 +40,7 @@ _DETACH = 2
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_LOOK_S = 0.02  # between two looks at what is held
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 # What no judged program needs, and through which kernels have been attacked, or other processes be reached.
 _DENIED = (
@@ -47,6 +49,7 @@ _DENIED = (
     "mount_setattr move_mount name_to_handle_at open_by_handle_at open_tree perf_event_open personality pivot_root "
     "process_madvise process_vm_readv process_vm_writev ptrace quotactl reboot request_key setns swapoff swapon syslog "
     "umount2 unshare userfaultfd vmsplice "
+    "memfd_create memfd_secret msgget semget shmget "  # memory that belongs to no process, so that no limit would count it
 )
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others (vsock, netlink, packet) may lead out of the namespace
 
@@ -128,6 +131,7 @@ def _init(job: Mapping[str, Any], report: int, is_root: bool) -> None:
     try:
         seccomp = _libseccomp()
         _make_root(job, owner)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it stays pending until it is waited for
         program = os.fork()
     except (_FailedError, OSError) as failed:
         _report(report, error=str(failed))
@@ -142,10 +146,40 @@ def _init(job: Mapping[str, Any], report: int, is_root: bool) -> None:
         _report(report, error=failure.decode(errors="replace"))
         os._exit(1)
     while True:
-        pid, status = os.wait()  # orphans come here too
+        pid, status = os.waitpid(-1, os.WNOHANG)  # orphans come here too
         if pid == program:
             _report(report, status=status)
             os._exit(0)
+        if _held(job["memory_bytes"]) > job["memory_bytes"]:
+            _report(report, limit="memory")
+            os._exit(0)
+        if pid == 0:
+            signal.sigtimedwait({signal.SIGCHLD}, _LOOK_S)
+
+
+def _held(most: int) -> int:
+    """Bytes of all processes but init. What several share counts once where it matters: to find that out takes long."""
+    pids = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+    each = {pid: _bytes(f"/proc/{pid}/status", "VmRSS:", "VmSwap:") for pid in pids}
+    if sum(each.values()) <= most:
+        return sum(each.values())
+    return sum(_shared(pid, each[pid]) for pid in pids)
+
+
+def _shared(pid: str, unshared: int) -> int:
+    try:
+        return _bytes(f"/proc/{pid}/smaps_rollup", "Pss:", "SwapPss:")
+    except PermissionError:
+        return unshared
+
+
+def _bytes(path: str, *names: str) -> int:
+    """The sum of these lines, which are in KiB; 0 of a process that has ended."""
+    try:
+        with open(path) as file:
+            return sum(int(line.split()[1]) << 10 for line in file if line.startswith(names))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def _make_root(job: Mapping[str, Any], owner: tuple[int, int]) -> None:

@@ -16,6 +16,8 @@ _TRIES = {
     "nothing outside can be written": "try: open('/usr/tandem-was-here', 'w')\nexcept OSError: print('yes')",
     "few processes": "import os, time\ntry:\n  for _ in range(64):\n    if os.fork() == 0: time.sleep(60)\n"
     "except OSError: print('yes')",
+    "memory of all together": "import os, time\nprint('yes', flush=True)\nfor _ in range(4):\n  if os.fork() == 0:\n"
+    "    x = bytearray(200 << 20)\n    time.sleep(5)\n    os._exit(0)\nfor _ in range(4): os.wait()\nprint('no')",
     "no new namespaces": "import ctypes\nprint('yes' if ctypes.CDLL(None).unshare(0x10000000) else '')",
 }
 

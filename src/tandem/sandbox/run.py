@@ -20,14 +20,16 @@ _NO_MEMORY = ("MemoryError", "bad_alloc", "Cannot allocate memory")
 
 
 class Run:
-    """A process with pipes for its output. kill: ends it and all that it started. code_of: the program's code, from its own."""
+    """A process with pipes for its output. kill: ends it and all that it started. code_of: the program's code, from its own, and
+    the limit that is known to have ended it.
+    """
 
     def __init__(
         self,
         process: subprocess.Popen[bytes],
         limits: Limits,
         kill: Callable[[int], None],
-        code_of: Callable[[int], int] = lambda code: code,
+        code_of: Callable[[int], tuple[int, Limit | None]] = lambda code: (code, None),
     ) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -80,10 +82,10 @@ class Run:
                 stream.close()
 
     def outcome(self) -> Outcome:
-        code = self._code_of(self._process.returncode)
+        code, known = self._code_of(self._process.returncode)
         most = self._limits.output_bytes
         stdout, stderr = (bytes(content[:most]).decode(errors="replace") for content in self._streams.values())
-        limit = self._limit or ("output" if self._flooded() else self._limit_of(code, stderr))
+        limit = self._limit or known or ("output" if self._flooded() else self._limit_of(code, stderr))
         return Outcome(None if limit is not None and code < 0 else code, stdout, stderr, limit)
 
     def _limit_of(self, code: int, stderr: str) -> Limit | None:
