@@ -224,3 +224,16 @@ def test_queries_are_padded_for_small_groups_only() -> None:
             q, k = randn(2, group, 8), randn(2, 16, 8)
             assert numerics.attention(q, k, k, torch.zeros(1, 1, 16)).shape == (2, group, 8)
     assert seen == [QUERIES, QUERIES, 4, 6]
+
+
+@pytest.mark.parametrize("shape", [(7, 24), (7, 3, 8)])
+def test_the_gradient_of_rms_norm_is_that_of_its_formula(shape: tuple[int, ...]) -> None:
+    """Also for a norm of each head, whose weight [heads, d] is broadcast over rows."""
+    generator = torch.Generator().manual_seed(5)
+    x, weight, along = (torch.randn(size, generator=generator) for size in (shape, shape[1:], shape))
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    got = torch.autograd.grad((numerics.rms_norm(x, weight, 1e-6) * along).sum(), (x, weight))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    plain = wide[0] / (wide[0].square().mean(-1, keepdim=True) + 1e-6).sqrt() * wide[1]
+    for found, want in zip(got, torch.autograd.grad((plain * along).sum(), wide), strict=True):
+        assert (found - want).norm() / want.norm() < 1e-6

@@ -173,8 +173,32 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Gives x / sqrt(mean(x^2) + eps) * weight over the last dimension; weight is broadcast to x [..., D]."""
-    scale = (x * x).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()
-    return x * scale * weight
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return cast("Tensor", _RMSNorm.apply(x, weight, eps))
+    return (x * _rms_scale(x, eps)).mul_(weight)
+
+
+def _rms_scale(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension: [..., 1]."""
+    return (x * x).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = _rms_scale(x, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """With n = x scale and g = grad weight: d weight = sum(grad n) over rows, d x = (g - n mean(g n)) scale."""
+        (grad,), (x, weight, scale) = grads, ctx.saved_tensors
+        normed = x * scale
+        both = grad * normed
+        grad_weight = both.sum_to_size(weight.shape) if ctx.needs_input_grad[1] else None
+        mean = both.mul_(weight).mean(-1, keepdim=True)
+        return (grad * weight).addcmul_(normed, mean, value=-1).mul_(scale), grad_weight, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -188,9 +188,10 @@ class TorchEngine:
                     f"look at that data, or lower train.lr={self.config.lr} or train.max_grad_norm={self.config.max_grad_norm}"
                 )
             return Metrics.sum({"train/refused_steps": int(first)})
-        torch.nn.utils.clip_grads_with_norm_(
-            self._parameters.values(), self.config.max_grad_norm, torch.tensor(norm), foreach=False
-        )
+        if norm + 1e-6 > self.config.max_grad_norm:  # or the factor is 1
+            torch.nn.utils.clip_grads_with_norm_(
+                self._parameters.values(), self.config.max_grad_norm, torch.tensor(norm), foreach=False
+            )
         lr = learning_rate(self.config, self._updates)
         self._optimizer.step(lr)
         self._clear()
