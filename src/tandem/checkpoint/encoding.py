@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.weights import WeightBlock, WeightPatch, WeightPiece, WeightShard
 
 _FARTHEST = 1 << 16  # how far one position may lie behind the one before it
+_AT_ONCE = 1 << 17  # numbers that are cast and compared at a time, so that they stay in a processor's cache
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bits are compared: NaN equals itself, 0 is not -0
 
 
@@ -39,35 +40,34 @@ class Delta:
 
     def encode(self, block: WeightBlock, tensor: Tensor, whole: bool) -> WeightPiece:
         key = block.name, block.offsets
-        now = tensor.detach().to("cpu", block.dtype).contiguous()
         before = self._sent.get(key)
-        if before is None:
-            before = self._sent[key] = now.clone() if now.data_ptr() == tensor.data_ptr() else now
+        if before is None or whole:
+            before = self._sent.setdefault(key, torch.empty(block.size, dtype=block.dtype))
+            before.copy_(tensor.detach())
             return WeightShard.of(block, before)
-        positions = _bridged(_differing(before, now))
-        room = len(positions) * (2 + block.dtype.itemsize)
-        if whole or room >= block.nbytes:
-            before.copy_(now)
+        changed, values = _overwritten(before.view(-1), tensor.detach().reshape(-1))
+        positions = _bridged(changed)
+        if len(positions) * (2 + block.dtype.itemsize) >= block.nbytes:
             return WeightShard.of(block, before)
-        at = torch.from_numpy(positions)
-        values = now.view(-1)[at]
-        before.view(-1)[at] = values
+        if len(positions) > len(changed):
+            values = before.view(-1)[torch.from_numpy(positions)]
         gaps = torch.from_numpy((np.diff(positions, prepend=-1) - 1).astype(np.uint16))
         return WeightPatch(block, gaps, values)
 
 
-def _differing(before: Tensor, now: Tensor) -> npt.NDArray[np.int64]:
-    """Positions at which two contiguous tensors of one shape and dtype differ; words of eight bytes are compared first."""
-    kind = _INTEGERS[now.dtype.itemsize]
-    old, new = (tensor.view(-1).view(kind).numpy() for tensor in (before, now))
-    a_word = 8 // now.dtype.itemsize
-    end = len(old) // a_word * a_word
-    rest = end + np.flatnonzero(old[end:] != new[end:])
-    if a_word == 1 or any(array.ctypes.data % 8 for array in (old, new)):
-        return np.flatnonzero(old != new)
-    words = np.flatnonzero(old[:end].view(np.int64) != new[:end].view(np.int64))
-    near = (words[:, None] * a_word + np.arange(a_word)).reshape(-1)
-    return np.concatenate([near[old[near] != new[near]], rest])
+def _overwritten(before: Tensor, now: Tensor) -> tuple[npt.NDArray[np.int64], Tensor]:
+    """Writes what is now, cast, over what was before, both flat: the positions at which bits differed, and what is there now."""
+    kind = _INTEGERS[before.dtype.itemsize]
+    positions, values = [np.empty(0, np.int64)], [before[:0]]
+    for start in range(0, len(now), _AT_ONCE):
+        new = now[start : start + _AT_ONCE].to("cpu", before.dtype)
+        old = before[start : start + _AT_ONCE]
+        at = np.flatnonzero(old.view(kind).numpy() != new.view(kind).numpy())
+        if len(at):
+            positions.append(at + start)
+            values.append(new[torch.from_numpy(at)])
+            old.copy_(new)
+    return np.concatenate(positions), torch.cat(values)
 
 
 def _bridged(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from tandem.weights import (
     WeightShard,
     block_hash,
     joined_hash,
+    two_at_a_time,
 )
 
 
@@ -75,10 +76,11 @@ class RankWeights:
                 raise EngineError(f"weight {shard.name} stands where {block.name} was as the weights were opened: open them again")
             yield block, shard.tensor
 
-    def _encode(self, held: Iterable[tuple[WeightBlock, Tensor]], delta: bool, whole: bool) -> list[WeightPiece]:
+    def _encode(self, held: Sequence[tuple[WeightBlock, Tensor]], delta: bool, whole: bool) -> list[WeightPiece]:
         if delta != isinstance(self._encoding, Delta):
             self._encoding = Delta() if delta else Full()
-        return [self._encoding.encode(block, tensor, whole) for block, tensor in held]
+        encoding = self._encoding
+        return two_at_a_time(lambda place: encoding.encode(*held[place], whole), len(held))
 
     def close(self) -> None:
         """Also what is kept of what was sent before is let go."""
