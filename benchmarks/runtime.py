@@ -39,7 +39,7 @@ from tandem.runtime.queue_service import QueueServer, shared
 from tandem.types import BatchRef, GroupKey, Key, Metrics
 
 ROWS, GROUP, COLUMNS, TOTAL_BYTES = 256, 8, 4, 64 << 20
-ROUNDS, CALLS = 100, 10
+ROUNDS, CALLS = 40, 10
 CLAIMS = (
     ("empty update, 8 inline ranks", "inline_update", "1 ms", 0.001, 1.0, 4.0),
     ("empty update, 2 processes", "process_update", "2 ms", 0.002, 1.0, 2.0),
