@@ -52,6 +52,7 @@ class CollectiveSender:
     def __init__(self, meeting: Meeting, index: int, blocks: Sequence[WeightBlock]) -> None:
         self._meeting, self._index = meeting, index
         self._group: Broadcasts | None = None
+        self._packed = [meeting.tensor(0)] * 2  # of every other bucket
         self.opened = OpenedWeights(this_host(), tuple(blocks), str(index))
 
     def send(self, number: int, pieces: Sequence[WeightPiece], seen: Seen) -> int:
@@ -63,19 +64,18 @@ class CollectiveSender:
         for head in (torch.tensor([len(names)]), names):
             group.start(head.to(self._meeting.device.torch), 0)()
         under_way: deque[Callable[[], None]] = deque()
-        packed = [self._meeting.tensor(0)] * 2  # of every other bucket
         start = 0
         for number, entries in enumerate(grouped((part.entry for part in parts), self._meeting.bucket_bytes)):
-            if len(under_way) == len(packed):
+            if len(under_way) == len(self._packed):
                 under_way.popleft()()
             bucket = parts[start : start + len(entries)]
             start += len(entries)
             memory = _as_it_lies(bucket, self._meeting.device)
             if memory is None:
                 size = _size(entries)
-                if len(packed[number % 2]) < size:
-                    packed[number % 2] = self._meeting.tensor(max(size, self._meeting.bucket_bytes))
-                memory, at = packed[number % 2][:size], 0
+                if len(self._packed[number % 2]) < size:
+                    self._packed[number % 2] = self._meeting.tensor(max(size, self._meeting.bucket_bytes))
+                memory, at = self._packed[number % 2][:size], 0
                 for piece, entry, _ in bucket:
                     write(piece, read(entry, memory[at : at + entry.size]))
                     at += entry.nbytes
@@ -97,6 +97,7 @@ class CollectiveReader:
     def __init__(self, meeting: Meeting, ranks: Sequence[int], place: int) -> None:
         self._meeting, self._ranks, self._place = meeting, tuple(ranks), place
         self._joined: dict[int, Broadcasts] = {}
+        self._memory = [meeting.tensor(0)] * 2  # of every other bucket
 
     def source(self, number: int) -> CollectiveSource:
         del number
@@ -105,6 +106,12 @@ class CollectiveReader:
     @property
     def meeting(self) -> Meeting:
         return self._meeting
+
+    def memory(self, size: int) -> list[Tensor]:
+        """Of two buckets, each at least so large: the same for each publish, since pages that are new cost as much as a copy."""
+        if len(self._memory[0]) < size:
+            self._memory = [self._meeting.tensor(size) for _ in range(2)]
+        return self._memory
 
     def groups(self) -> Iterator[Broadcasts]:
         """Of each rank, in order; joined when it is first asked for."""
@@ -146,7 +153,7 @@ class CollectiveSource:
         meeting = self._reader.meeting
         for group, entries in zip(self._reader.groups(), self._lists(), strict=True):
             buckets = grouped(entries, meeting.bucket_bytes)
-            memory = [meeting.tensor(max(map(_size, buckets), default=0)) for _ in range(2)]
+            memory = self._reader.memory(max(map(_size, buckets), default=0))
             arriving: deque[Callable[[], None]] = deque()
             for number, bucket in enumerate(buckets):
                 for ahead in range(number + len(arriving), min(number + 2, len(buckets))):
