@@ -85,11 +85,11 @@ def _gate(gates: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
 @contextmanager
 def without_exactness() -> Generator[None]:
     """No product is cut into tiles; no row of a product, no query and no key is added to round a number up."""
-    plain: Mapping[str, Any] = {"linear": F.linear, "attention_weights": _weights, "attention_values": torch.bmm, "gate": _gate}
+    plain: Mapping[str, Any] = {"attention_weights": _weights, "attention_values": torch.bmm, "gate": _gate}
     ones = dict.fromkeys(("ROWS", "KEYS", "QUERIES"), 1)
     with (
-        mock.patch.multiple(numerics, **plain, KEYS=1, QUERIES=1),
-        mock.patch.multiple(decoders, **ones, rows_multiple=lambda dtype: 1),
+        mock.patch.multiple(numerics, **plain, **ones),
+        mock.patch.multiple(decoders, **ones, PASS_ROWS=1),
         mock.patch.multiple(prefixes, QUERIES=1, padded=lambda count, multiple: max(count, 1)),  # it groups rows as it does
         mock.patch.object(heads, "ROWS", 1),
     ):

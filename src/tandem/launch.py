@@ -144,6 +144,7 @@ class _PhaseRun:
     spent_s: float = 0.0
     before: Mapping[str, float] = field(default_factory=dict[str, float])
     last: Measured | None = None
+    peaks: Mapping[str, list[int]] = field(default_factory=dict[str, list[int]])
 
     def __post_init__(self) -> None:
         self.store = SnapshotStore(self.directory / "snapshots", self.recipe.snapshots, device.fingerprint())
@@ -160,6 +161,7 @@ class _PhaseRun:
                 await self._run()
             finally:
                 await phase.queue.close()
+            self.peaks = await phase.peaks()
             await phase.current()
 
     async def _run(self) -> None:
@@ -268,6 +270,8 @@ class _PhaseRun:
             "seed": self.recipe.seed,
             "weights": wire_hash(whole_shards(self.phase.model.decoder)),
             "peak_memory_bytes": device.peak_memory_bytes(),
+            "peak_memory_bytes_by_role": {role: list[Json](peaks) for role, peaks in self.peaks.items()},
+            "planned_memory_bytes": dict[str, Json](memory(self.recipe, self.phase)),
         }
         return Summary(self.before, after, self.phase.steps, self._wall_s(), facts)
 
@@ -291,6 +295,11 @@ def _finish(recipe: Recipe, main: _PhaseRun, directory: Path, console: Console) 
     write_summary(directory / "summary.json", summary)
     places = {"model": final, "metrics": directory / "metrics.jsonl", "samples": directory / "samples.jsonl"}
     next_command = shlex.join(["tandem", "eval", str(directory)])
+    planned = sum(memory(recipe, main.phase).values())
+    console.print(f"memory   {'planned to last':<24} {planned / 2**20:10,.1f} MiB", highlight=False)
+    for name, peaks in {"this process, at most": [device.peak_memory_bytes()], **main.peaks}.items():
+        for peak in peaks:
+            console.print(f"memory   {name:<24} {peak / 2**20:10,.1f} MiB", highlight=False)
     if main.last is None:
         console.print(_UNTOLD)
         for what, where in places.items():

@@ -42,6 +42,8 @@ def test_summary(run: Path) -> None:
     assert summary["steps"] == 4
     assert summary["wall_s"] > 0
     assert 2**26 < summary["peak_memory_bytes"] < 2**35
+    (held,) = summary["peak_memory_bytes_by_role"]["policy"]
+    assert sum(summary["planned_memory_bytes"].values()) < held <= summary["peak_memory_bytes"]
     assert "training_limit" not in summary
 
 

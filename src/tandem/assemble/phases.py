@@ -38,7 +38,7 @@ from tandem.trainer.plan import NOTHING, BatchStage, Plan, plan
 from tandem.trainer.sampler import seed_of
 from tandem.trainer.schedule import Schedule
 from tandem.trainer.source import RolloutSource
-from tandem.trainer.workers import TrainWorker
+from tandem.trainer.workers import ModelWorker, TrainWorker
 from tandem.types import Algorithm, PolicyRef
 
 
@@ -81,6 +81,11 @@ class Phase:
             await self.policy.call(TrainWorker.load_weights, initial)
         await self.roles.begin(initial)
         await self.checkpoint.connect(self.policy, self.engines)
+
+    async def peaks(self) -> dict[str, list[int]]:
+        """The most bytes that the process of each rank has held, by role; roles that share a process share the number."""
+        groups = {"policy": self.policy, **{role.name: role.workers for role in self.roles.all}}
+        return {name: await workers.call_each(ModelWorker.peak_memory) for name, workers in groups.items()}
 
     async def current(self) -> Model:
         """The model with the weights that the policy has now."""

@@ -121,6 +121,7 @@ class Linear(NamedTuple):
 
 
 PART = 16  # rows that attend together at least
+PASS_ROWS = 16  # rows of a pass are a multiple of: `numerics.gate` copies nothing then, where a width is a multiple of 8
 SPARED = 512  # keys of a layer that are worth the operations of a second attention
 
 Product = Callable[[Tensor], Tensor]  # [M, inputs] -> [M, outputs]: a Linear, or one with an adapter
@@ -372,7 +373,7 @@ class Decoder(LanguageModel):
     def _packed(self, rows: Prefixes, cache: KVCache | None = None, slots: slice | Tensor = slice(0)) -> Tensor:
         """Hidden states [N, D]; keys and values of all rows go into these slots of the cache."""
         c, N = self.config, len(rows.tokens)
-        K, G, d, M = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim, padded(N, ROWS)
+        K, G, d, M = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim, padded(N, PASS_ROWS)
         biases = [causal_bias(bucket, K, G) for bucket in rows.buckets]
         heads = torch.arange(K)[:, None]
         queries, keys = (

@@ -76,8 +76,11 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Gives a [M, K] times b [K, N] for backward passes: no promise about bits."""
-    return _linear(a, b.t(), None)
+    """Gives a [M, K] times b [K, N] for backward passes: no promise about bits.
+
+    In bfloat16 torch's own product is oneDNN's, and reads a matrix that is turned without a copy of it.
+    """
+    return a @ b if a.dtype == torch.bfloat16 else _linear(a, b.t(), None)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ class Summary:
     and what it measures beside ("loss", "preference_accuracy", ...), "n", the tasks, and "failed", the episodes that could not
     be judged; empty where nothing was measured.
 
-    facts: more that belongs on record (seed, the hash of the final weights, this process's peak of memory), beside the
+    facts: more that belongs on record (seed, the hash of the final weights, peaks of memory and what was planned), beside the
     others in the file.
     """
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tandem import device
 from tandem.algos import columns
 from tandem.algos.segments import CountedTokens, row_sum
 from tandem.checkpoint.rank import RankWeights
@@ -99,6 +100,11 @@ class ModelWorker:
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def reset_optimizer(self) -> None:
         self.engine.reset_optimizer()
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def peak_memory(self) -> int:
+        """The most bytes that this rank's process has held so far, whatever else is in it."""
+        return device.peak_memory_bytes()
 
 
 class TrainWorker(ModelWorker):
