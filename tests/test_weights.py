@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 import torch
 
-from tandem.weights import WeightBlock, WeightShard, block_hash, joined_hash, wire_hash
+from tandem.weights import WeightBlock, WeightShard, block_hash, joined_hash, two_at_a_time, wire_hash
 
 
 def test_wire_hash_sees_every_difference_and_nothing_else() -> None:
@@ -33,3 +36,21 @@ def test_wire_hash_of_a_cast_is_that_of_what_is_sent() -> None:
     assert joined_hash([block_hash(cast.block, master)]) == wire_hash([cast])
     other = WeightBlock("w", (1 << 19,), (0,), (1 << 19,), torch.float16)
     assert block_hash(other, master) != block_hash(cast.block, master)
+
+
+@pytest.mark.parametrize("fails", [None, *range(6)])
+def test_two_at_a_time_does_each_once_in_any_thread_and_raises_what_one_raised(fails: int | None) -> None:
+    met = threading.Barrier(2)  # both threads are at work, whoever takes which
+
+    def do(number: int) -> int:
+        if number < 2:
+            met.wait(10)
+        if number == fails:
+            raise ValueError(number)
+        return number * number
+
+    if fails is None:
+        assert two_at_a_time(do, 6) == [0, 1, 4, 9, 16, 25]
+    else:
+        with pytest.raises(ValueError, match=str(fails)):
+            two_at_a_time(do, 6)

@@ -9,7 +9,8 @@ import os
 import resource
 import shutil
 import sqlite3
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -328,16 +329,21 @@ def test_snapshots_of_the_two_queues_are_of_one_kind(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- the disk
 
 
-def test_puts_that_wait_at_the_same_time_share_a_transaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[int] = []
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows were put with each transaction so far."""
+    found: list[int] = []
     write = Log._write
 
     def counted(self: Log, batch: Any) -> Any:
-        batches.append(sum(record.kind == "put" for record in batch.records))
+        found.append(sum(record.kind == "put" for record in batch.records))
         return write(self, batch)
 
     monkeypatch.setattr(Log, "_write", counted)
+    return found
 
+
+def test_puts_that_wait_at_the_same_time_share_a_transaction(tmp_path: Path, batches: list[int]) -> None:
     async def scenario() -> None:
         queue = opened(tmp_path)
         async with asyncio.TaskGroup() as producers:
@@ -349,6 +355,22 @@ def test_puts_that_wait_at_the_same_time_share_a_transaction(tmp_path: Path, mon
     run(scenario())
     assert sum(batches) == 64
     assert len(batches) <= 3
+
+
+def test_what_those_put_next_who_waited_for_a_transaction_is_in_the_next_one(tmp_path: Path, batches: list[int]) -> None:
+    async def producer(queue: DurableQueue, ordinals: Iterator[int]) -> None:
+        for _ in range(4):
+            ordinal = next(ordinals)
+            await queue.reserve(group(ordinal), 2)
+            await queue.put(rows(ordinal))
+
+    async def scenario() -> None:
+        queue, ordinals = opened(tmp_path), count()
+        await asyncio.gather(*(producer(queue, ordinals) for _ in range(8)))
+        await queue.close()
+
+    run(scenario())
+    assert batches == [1, 8, 8, 8, 7]
 
 
 def test_a_full_disk_is_an_error_that_says_so_and_leaves_no_part_of_a_put(tmp_path: Path) -> None:
