@@ -2,7 +2,7 @@
 
     python benchmarks/staleness.py   # the last line is JSON; 1 where the bound is above LIMIT
 
-Each seed is trained twice, with `trainer.mode=sync`, and with `separate_async`, staleness 2 and `correction=token_tis`, and is
+Each seed is trained twice, with `trainer.mode=sync`, and with `separate_async`, staleness 2 and `correction=icepop`, and is
 measured on 512 held-out tasks at the end. Both begin from the same warmed-up weights. The bound is that of the mean difference over
 the seeds, sync less stale: one-sided, 95%, by Student's t of the five differences.
 """
@@ -23,7 +23,7 @@ COMMON = ("data.heldout.size=512", "evaluation.tasks=512", "trainer.eval_every=0
 MODES = {
     "sync": ("trainer.mode=sync",),
     "stale": (
-        *("trainer.mode=separate_async", "trainer.staleness=2", "algorithm.correction=token_tis"),
+        *("trainer.mode=separate_async", "trainer.staleness=2", "algorithm.correction=icepop"),
         *("runtime=process", "runtime.pools={trainer: 1}"),
     ),
 }

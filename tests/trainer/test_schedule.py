@@ -54,7 +54,7 @@ def test_a_bound_that_is_off_says_so_and_asks_for_a_correction() -> None:
     loose = schedule("colocate_async", 2, 3, "correct")
     assert (loose.worst_age, schedule("colocate_async", 2, 3, "mask").worst_age) == (None, 2)
     plain, corrected = configure("grpo"), configure("grpo", {"correction": "token_tis"})
-    with pytest.raises(ConfigError, match=r"too_old=correct .* grpo does not correct .* algorithm\.correction=token_tis"):
+    with pytest.raises(ConfigError, match=r"too_old=correct .* grpo does not correct .* algorithm\.correction=icepop"):
         loose.check_correction(plain)
     loose.check_correction(corrected)
     assert "nothing bounds how old a sample is" in (loose.warning(corrected) or "")

@@ -66,7 +66,7 @@ class Schedule:
         if self.too_old == "correct" and not algorithm.params.get("correction"):
             raise ConfigError(
                 f"trainer.too_old=correct trains on samples of any age, and {algorithm.name} does not correct for it: add "
-                f"algorithm.correction=token_tis, or another of `tandem algos`, or choose mask or drop"
+                f"algorithm.correction=icepop, or another of `tandem algos`, or choose mask or drop"
             )
 
     def warning(self, algorithm: Algorithm) -> str | None:
@@ -76,7 +76,7 @@ class Schedule:
         if self.staleness and not algorithm.params.get("correction"):
             return (
                 f"samples may be older than the policy that they train, and {algorithm.name} does not correct for "
-                f"it: consider algorithm.correction=token_tis, or another of `tandem algos`"
+                f"it: consider algorithm.correction=icepop, or another of `tandem algos`"
             )
         return None
 
