@@ -72,14 +72,14 @@ class Campaign:
         """Kills a run at these points, and holds it to its account."""
         self.runs += 1
         run = Run(self.setting, directory)
-        for at in kills:
+        for number, at in enumerate(kills):
             try:
                 run.kill(at)
             except UnreachedError:
-                self.unreached += 1
-            else:
-                self.kills += 1
-                self.killed.add(at.partition(":")[0])
+                self.unreached += len(kills) - number  # the run is at its end, and has nothing more to pass
+                break
+            self.kills += 1
+            self.killed.add(at.partition(":")[0])
         found = run.finish()
         if run.comparable:
             assert_same(found, self.undisturbed)

@@ -85,7 +85,7 @@ class Run:
         more = {**self._setting.environment, **environment, MARK: self._mark, "TMPDIR": str(temporary)}
         code = forked([*self._command, *(["--resume"] if begun else [])], self._log, environment=more, limit_s=240)
         nothing_is_left(self._mark, temporary)
-        return code, self._log.read_text()[before:]
+        return code, self._log.read_bytes()[before:].decode()
 
 
 def came_to(run: Path) -> dict[str, Any]:
