@@ -1,16 +1,18 @@
-"""Cost grows as the work does: CPU seconds of training against tokens, peak memory against tokens and against rows.
+"""Cost grows as the work does: training against tokens, memory against tokens and rows, generation against slots and lengths.
 
     python benchmarks/growth.py      # the last line is JSON; exits with 1 where something grows faster than its work
 
 One thread, a decoder of 1.25M parameters, one forward and backward pass a point in a process of its own, whose memory is the
 peak resident set above what it was with model and optimiser made. Ratio: how many times the work by how many times the cost,
-from the first point to the last; 1 is in proportion, more is cheaper.
+from the first point to the last; 1 is in proportion, more is cheaper. Generation is the median of five batches that fill all
+slots, after prompts of 6 tokens, prefill included; its curves show tokens a CPU second.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from lines import publish, row
+from rollout import BENCH, job, tandem
 from train import LOSS, SMALL, batch
 
 from tandem.models.decoder import init_decoder
@@ -26,6 +29,8 @@ from tandem.train.torch_engine import TorchEngine
 
 TOKENS = (1_024, 2_048, 4_096, 8_192)
 LENGTH = 64
+SLOTS = (1, 4, 16, 64, 256)
+ANSWERS = (16, 64, 256)
 
 
 def peak_bytes() -> int:
@@ -41,6 +46,21 @@ def point(rows: int, length: int, micro_batch_tokens: int) -> tuple[float, int]:
     before, began_s = peak_bytes(), time.process_time()
     engine.forward_backward(data, LOSS)
     return time.process_time() - began_s, peak_bytes() - before
+
+
+def generation(slots: int, length: int) -> float:
+    """CPU seconds of answers of `length` tokens in all slots."""
+    torch.set_num_threads(1)
+    call, of = tandem(init_decoder(BENCH, 0), slots), job(0, slots, slots, length)
+    return statistics.median([call(of) for _ in range(6)][1:])
+
+
+def generates(case: str, x: str, points: list[tuple[int, int]], varied: int, limits: tuple[float, float]) -> dict[str, Any]:
+    """points: (slots, length); varied: which of the two grows."""
+    found = [(point, generation(*point)) for point in points]
+    (first, low), (last, high) = found[0], found[-1]
+    curve = {"x": x, "y": "tokens a CPU s", "points": [(point[varied], round(point[0] * point[1] / s)) for point, s in found]}
+    return row(case, "growth in proportion", [(last[varied] / first[varied]) / (high / low)], *limits, curve=curve)
 
 
 def in_process(*what: int) -> tuple[float, int]:
@@ -73,6 +93,8 @@ def main() -> int:
                 4.0,
                 8.0,
             ),
+            generates("generation with more slots", "slots, 32 tokens each", [(n, 32) for n in SLOTS], 0, (24.0, 40.0)),
+            generates("generation of longer answers", "tokens, 32 slots", [(32, n) for n in ANSWERS], 1, (0.4, 0.6)),
         ],
     )
 

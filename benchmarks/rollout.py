@@ -68,7 +68,7 @@ Call = Callable[[Job], float]
 def job(seed: int, slots: int, num: int, length: int | None = None) -> Job:
     """One batch of requests; log-normal lengths where none is given."""
     drawn = np.random.default_rng(seed)
-    prompts = drawn.integers(3, 99, (num // GROUP, PROMPT)).repeat(GROUP, 0)
+    prompts = drawn.integers(3, 99, (-(-num // GROUP), PROMPT)).repeat(GROUP, 0)[:num]
     ragged = np.clip(np.round(24 * np.exp(drawn.standard_normal(num))), 1, LONGEST).astype(int)
     return {"rows": prompts.tolist(), "lengths": ragged.tolist() if length is None else [length] * num, "slots": slots}
 

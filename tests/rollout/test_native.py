@@ -221,6 +221,23 @@ def test_the_host_holds_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scene())
 
 
+def test_new_weights_use_the_memory_of_the_old_ones_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of what it held: longer rows were there before."""
+    made: list[KVCache] = []
+    monkeypatch.setattr(native, "KVCache", lambda *sizes: made.append(KVCache(*sizes)) or made[-1])
+    after = [request(1, (5, 6), max_tokens=6), request(2, (7,), max_tokens=9)]
+
+    async def scene() -> list[Answer]:
+        rollout = engine(decoder())
+        await answers(rollout, [request(0, (1, 2, 3, 4), max_tokens=20)])
+        await rollout.load_weights(Weights(decoder(seed=1)), PolicyRef(version=1))
+        return await answers(rollout, after)
+
+    got = asyncio.run(scene())
+    assert len(made) == 1
+    assert [each.logprobs for each in got] == [each.logprobs for each in run(engine(decoder(seed=1)), after)]
+
+
 def test_the_decoder_can_be_trained_afterwards() -> None:
     model = decoder()
     asked = request(0, (1, 2, 3), max_tokens=5)

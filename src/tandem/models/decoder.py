@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -32,6 +33,7 @@ from tandem.models import numerics
 from tandem.models.language_model import LanguageModel
 from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
 from tandem.models.prefixes import Prefixes, causal_bias, output_places, prefixes
+from tandem.models.windows import window_cut
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,7 @@ class Linear(NamedTuple):
         return Linear(numerics.packed(self.weight), None if self.bias is None else self.bias.detach())
 
 
-PART = 16  # rows that attend together at least
 PASS_ROWS = 16  # rows of a pass are a multiple of: `numerics.gate` copies nothing then, where a width is a multiple of 8
-SPARED = 512  # keys of a layer that are worth the operations of a second attention
-
 Product = Callable[[Tensor], Tensor]  # [M, inputs] -> [M, outputs]: a Linear, or one with an adapter
 
 
@@ -278,8 +277,9 @@ class _Model(nn.Module):
 class KVCache:
     """Keys and values of `slots` rows of up to `capacity` tokens: position p of a row is column p of its slot.
 
-    It belongs to the weights that fill it, whose copies in the compute dtype it keeps too: when weights change, make a new
-    one. dtype: float32 is the fastest; the decoder's compute dtype holds the same values, since they are rounded to it.
+    It belongs to the weights that fill it, whose copies in the compute dtype it keeps too: when weights change, go on with what
+    `emptied` gives. dtype: float32 is the fastest; the decoder's compute dtype holds the same values, since they are rounded to
+    it.
     """
 
     def __init__(self, config: DecoderConfig, slots: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
@@ -288,8 +288,28 @@ class KVCache:
         shape = (config.num_layers, slots + spare, config.num_kv_heads, padded(capacity, KEYS), config.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype)
         self.values = torch.zeros(shape, dtype=dtype)
+        self._layers = [tuple(each.flatten(0, 1) for each in pair) for pair in zip(self.keys, self.values, strict=True)]
+        columns = torch.arange(2 * shape[3])
+        self._hidden = torch.zeros(len(columns)).masked_fill_(columns >= shape[3], float("-inf"))  # a window of it is a row's bias
         self.layers: list[LayerWeights] | None = None
         self.output: Tensor | None = None
+
+    def emptied(self) -> KVCache:
+        """An empty cache in the same memory, for other weights; this one is not to be used any more."""
+        cache = copy(self)
+        cache.layers = cache.output = None
+        return cache
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer: [slots * K, columns, d], the storage itself."""
+        keys, values = self._layers[index]
+        return keys, values
+
+    def window(self, positions: npt.NDArray[np.int64]) -> tuple[int, Tensor]:
+        """How many keys rows at `positions` [n] see at most, W, and the bias [n * K, 1, W] that hides the others of each."""
+        W, (heads, columns) = padded(int(positions.max()) + 1, KEYS), self.keys.shape[2:4]
+        begins = torch.from_numpy((columns - 1 - positions).repeat(heads))
+        return W, self._hidden.as_strided((columns, W), (1, 1)).index_select(0, begins)[:, None]
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copies the first `length` positions of slots `source` [n] int64 to slots `target` [n] int64, as they were before."""
@@ -408,24 +428,23 @@ class Decoder(LanguageModel):
         cut to the longest row, or in two parts to that of each (`window_cut`). Raises EngineError for a row that is too long
         for the model or the cache.
         """
-        c, S = self.config, tokens.shape[0]
-        self._check(S, int(positions.max()) + 1, cache)
+        c, S, at = self.config, tokens.shape[0], positions.numpy()
+        self._check(S, int(at.max()) + 1, cache)
+        slots = np.arange(S)
         if missing := padded(S, ROWS) - S:
-            tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
-        M, K, d, columns = len(tokens), c.num_kv_heads, c.head_dim, cache.keys.shape[3]
+            tokens, at = F.pad(tokens, (0, missing)), np.pad(at, (0, missing))
+            positions, slots = torch.from_numpy(at), np.append(slots, np.arange(missing) + cache.slots)
+        M, K, d, columns = len(at), c.num_kv_heads, c.head_dim, cache.keys.shape[3]
         G = c.num_heads // K
-        slots = torch.arange(M)
-        slots[S:] += cache.slots - S
-        places = ((slots[:, None] * K + torch.arange(K)) * columns + positions[:, None]).flatten()
-        cut, _ = window_cut(positions.numpy())
-        spans = [slice(0, cut), slice(cut, M)] if cut else [slice(0, M)]
-        parts = [(slice(span.start * K, span.stop * K), *_window(positions[span], K)) for span in spans]
+        places = torch.from_numpy(((slots[:, None] * K + np.arange(K)) * columns + at[:, None]).ravel())
+        cut, _ = window_cut(at)
+        parts = [(slice(a * K, b * K), *cache.window(at[a:b])) for a, b in (((0, cut), (cut, M)) if cut else ((0, M),))]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.keys[layer].view(-1, d), cache.values[layer].view(-1, d)
-            keys.index_copy_(0, places, k.reshape(-1, d).to(keys.dtype))
-            values.index_copy_(0, places, v.reshape(-1, d).to(values.dtype))
-            keys, values, q = keys.view(-1, columns, d), values.view(-1, columns, d), q.reshape(M * K, G, d)
+            keys, values = cache.layer(layer)
+            keys.view(-1, d).index_copy_(0, places, k.reshape(-1, d).to(keys.dtype))
+            values.view(-1, d).index_copy_(0, places, v.reshape(-1, d).to(values.dtype))
+            q = q.reshape(M * K, G, d)
             found = [numerics.attention(q[rows], keys[rows, :W].float(), values[rows, :W].float(), bias) for rows, W, bias in parts]
             return (found[0] if len(found) == 1 else torch.cat(found)).reshape(M, -1)
 
@@ -457,29 +476,6 @@ class Decoder(LanguageModel):
             raise EngineError(f"a row of {length} tokens is longer than the model's {self.config.max_positions} positions")
         if cache is not None and (length > cache.capacity or rows > cache.slots):
             raise EngineError(f"{rows} rows of {length} tokens do not fit a cache of {cache.slots} slots of {cache.capacity}")
-
-
-def _window(positions: Tensor, heads: int) -> tuple[int, Tensor]:
-    """How many keys rows at `positions` [n] see at most, W, and the bias [n * heads, 1, W] that hides the others of each."""
-    W = padded(int(positions.max()) + 1, KEYS)
-    bias = torch.zeros(len(positions), W).masked_fill_(torch.arange(W) > positions[:, None], float("-inf"))
-    return W, bias[:, None].expand(-1, heads, -1).reshape(-1, 1, W)
-
-
-def window_cut(positions: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """Where it spares most to cut rows at `positions` [n] into two parts, each with the window of its longest row; the keys spared.
-
-    At a multiple of PART; (0, 0) where nothing worth the operations of a second part is spared.
-    """
-    num = len(positions)
-    if num * int(positions.max()) - int(positions.sum()) <= SPARED:
-        return 0, 0
-    cuts = np.arange(0, num, PART)
-    longest = np.maximum.reduceat(positions, cuts)
-    before, after = np.maximum.accumulate(longest)[:-1], np.maximum.accumulate(longest[::-1])[::-1]
-    spared = cuts[1:] * (after[0] - before) + (num - cuts[1:]) * (after[0] - after[1:])
-    best = int(spared.argmax()) if len(spared) else -1
-    return (int(cuts[best + 1]), int(spared[best])) if best >= 0 and spared[best] > SPARED else (0, 0)
 
 
 def init_decoder(config: DecoderConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:

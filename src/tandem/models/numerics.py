@@ -135,6 +135,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d) + bias) over the keys: [N, Q, W]."""
     q, k = q * q.shape[2] ** -0.5, k.transpose(1, 2)
+    if q.shape[2] <= HEAD:
+        return torch.softmax(torch.baddbmm(bias, q, k), -1)
     scores = torch.baddbmm(bias, q[:, :, :HEAD], k[:, :HEAD])
     for start in range(HEAD, q.shape[2], HEAD):
         scores.baddbmm_(q[:, :, start : start + HEAD], k[:, start : start + HEAD])
@@ -143,6 +145,8 @@ def attention_weights(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
 
 def attention_values(p: Tensor, v: Tensor) -> Tensor:
     """Gives p [N, Q, W] times v [N, W, d]."""
+    if p.shape[2] <= TILE:
+        return torch.bmm(p, v)
     out = torch.bmm(p[:, :, :TILE], v[:, :TILE])
     for start in range(TILE, p.shape[2], TILE):
         out.baddbmm_(p[:, :, start : start + TILE], v[:, start : start + TILE])

@@ -27,9 +27,10 @@ import torch
 
 from tandem.errors import ConfigError
 from tandem.faults import crash_point
-from tandem.models.decoder import SPARED, Decoder, KVCache, window_cut
+from tandem.models.decoder import Decoder, KVCache
 from tandem.models.heads import next_logprobs
 from tandem.models.probe import TOLERANCE
+from tandem.models.windows import SPARED, spread, window_cut
 from tandem.ports import Held, Place, WeightSource
 from tandem.rollout import weights
 from tandem.rollout.randomness import base, uniforms
@@ -86,6 +87,7 @@ class NativeEngine(SteppingEngine):
         self.config = config
         self._decoder, self._exact, self._tolerance = decoder, exact, tolerance
         self._cache: KVCache | None = None
+        self._spent: KVCache | None = None  # of weights that are gone; its memory is used again
         self._seats: list[Stream | None] = []  # slot -> request; None where one ended since the last step
         self._slot_of: dict[Stream, int] = {}
         self._table = _slot_table(config)
@@ -103,7 +105,7 @@ class NativeEngine(SteppingEngine):
             await self._halted(weights.load, self._decoder, source)
         crash_point("publish.in_load")
         self._policy = policy
-        self._cache = None
+        self._spent, self._cache = self._cache or self._spent, None
         crash_point("publish.after_load")
 
     async def held(self, blocks: Sequence[Sequence[WeightBlock]], rows: Sequence[Sequence[int]]) -> Held:
@@ -126,7 +128,7 @@ class NativeEngine(SteppingEngine):
         """On the host the cache is freed; weights stay, since they may be the trainer's."""
         await super().place(where)
         if where == "host":
-            self._cache = None
+            self._reset()
 
     # ------------------------------------------------------------------------------------------------- one step
 
@@ -134,7 +136,8 @@ class NativeEngine(SteppingEngine):
     def _step(self) -> None:
         new = self._seat()
         if self._cache is None:
-            self._cache = KVCache(self._decoder.config, self.config.slots, self.config.max_context)
+            sizes = self._decoder.config, self.config.slots, self.config.max_context
+            self._cache, self._spent = self._spent.emptied() if self._spent else KVCache(*sizes), None
             new = list(range(len(self._seats)))
         self._fill(self._cache, new)
         self._sort()
@@ -142,7 +145,8 @@ class NativeEngine(SteppingEngine):
         hidden = self._decoder.decode(torch.from_numpy(rows["token"]), torch.from_numpy(rows["position"]), self._cache)
         logprobs = next_logprobs(self._decoder, hidden, torch.from_numpy(rows["temperature"]), self._cache)
         draws = torch.from_numpy(uniforms(rows["base"], rows["position"] + 1))
-        tokens, chosen = sample(logprobs, draws, Choices(*(torch.from_numpy(rows[name]) for name in _CHOICES)))
+        choices = Choices(*(torch.from_numpy(rows[name]) for name in _CHOICES)) if rows["chooses"].any() else None
+        tokens, chosen = sample(logprobs, draws, choices)
         self._record(rows, tokens.numpy(), chosen.numpy())
 
     def _seat(self) -> list[int]:
@@ -167,6 +171,8 @@ class NativeEngine(SteppingEngine):
     def _sort(self) -> None:
         """Swaps rows so that long ones stand before short ones, where two windows then spare many more keys than now."""
         positions = self._table["position"][: len(self._seats)]
+        if spread(positions) <= 2 * SPARED:
+            return
         order = np.argsort(-positions, kind="stable")
         cut, spared = window_cut(positions[order])
         if spared > 2 * max(window_cut(positions)[1], SPARED):
@@ -193,6 +199,7 @@ class NativeEngine(SteppingEngine):
         row["base"] = base(stream.request.seed, stream.request.key, stream.request.turn)
         row["temperature"], row["greedy"] = params.temperature, params.temperature == 0
         row["top_p"], row["top_k"], row["min_p"] = params.top_p, params.top_k, params.min_p
+        row["chooses"] = params.temperature == 0 or params.top_p < 1 or params.top_k > 0 or params.min_p > 0
         num = len(params.stop_ids)
         if num > self._stop_ids.shape[1]:
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, num - self._stop_ids.shape[1])), constant_values=-1)
@@ -267,7 +274,7 @@ class NativeEngine(SteppingEngine):
             self._seats[slot] = None
 
     def _reset(self) -> None:
-        self._cache = None
+        self._cache = self._spent = None
 
 
 _CHOICES = ("greedy", "top_p", "top_k", "min_p")
@@ -285,6 +292,7 @@ def _slot_table(config: NativeConfig) -> npt.NDArray[np.void]:
         ("top_p", np.float64),
         ("top_k", np.int64),
         ("min_p", np.float64),
+        ("chooses", np.bool_),
         ("due", np.int64),
         ("unsent", np.int64),
         ("tokens", np.int64, config.chunk_tokens),

@@ -28,28 +28,32 @@ class Choices:
     top_k: Tensor
     min_p: Tensor
 
+    def cutting(self) -> Tensor:
+        """The rows that cut something."""
+        return torch.from_numpy(np.flatnonzero((self.top_p.numpy() < 1) | (self.top_k.numpy() > 0) | (self.min_p.numpy() > 0)))
 
-def sample(logprobs: Tensor, uniforms: Tensor, choices: Choices) -> tuple[Tensor, Tensor]:
+
+def sample(logprobs: Tensor, uniforms: Tensor, choices: Choices | None = None) -> tuple[Tensor, Tensor]:
     """Tokens int64 [M] and their float32 [M] entries of `logprobs`, which is the whole distribution: float32 [M, V].
 
     A greedy row takes the likeliest token, the lowest id among equals. Any other row takes the first token whose
     cumulative probability exceeds uniforms[m] (float64 [M], in [0, 1)), in order of ids, over the tokens that
-    `kept_weights` leaves; a token of probability 0 is never taken. Raises NonFiniteError for a row with NaN.
+    `kept_weights` leaves; a token of probability 0 is never taken. Without choices no row is greedy or cuts anything. Raises
+    NonFiniteError for a row with NaN.
     """
     weights = torch.softmax(logprobs, -1)  # row by row; exp over the whole block would split it between threads
-    cuts = np.flatnonzero((choices.top_p.numpy() < 1) | (choices.top_k.numpy() > 0) | (choices.min_p.numpy() > 0))
-    if len(cuts):
-        rows = torch.from_numpy(cuts)
+    if choices is not None and len(rows := choices.cutting()):
         weights[rows] = kept_weights(weights[rows], choices.top_p[rows], choices.top_k[rows], choices.min_p[rows])
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    if bad := int(np.sum(~(total.numpy() > 0))):
+    if not (found := total.numpy() > 0).all():
+        bad = int((~found).sum())
         raise NonFiniteError(
             f"the distributions of {bad} of {len(logprobs)} rows are not finite; the weights are probably NaN or infinite"
         )
     target = uniforms[:, None] * total  # below the last entry even for the largest uniform, 1 - 2^-53
     tokens = torch.searchsorted(cumulative, target, right=True)
-    if choices.greedy.numpy().any():
+    if choices is not None and choices.greedy.numpy().any():
         tokens = torch.where(choices.greedy[:, None], logprobs.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
