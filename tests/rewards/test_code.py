@@ -58,6 +58,26 @@ def test_what_is_printed_is_compared_line_by_line() -> None:
     assert [result.components["passed"] for result in judged(answer, good, "print(3)", "print(3); exit(1)")] == [1, 0.5, 0]
 
 
+def test_names_of_the_program_and_of_the_tests_are_not_those_of_what_counts() -> None:
+    program = f"tests = []\nword = print = passed = None\n{SQUARE}\ndef _cube(x): return x * square(x)\n"
+    assert [result.value for result in judged(["passed = 9\nassert square(2) == 4", "assert _cube(2) == 8"], program)] == [1]
+    assert [result.value for result in judged(["passed = 9\nassert square(2) == 5"], program, partial=True)] == [0]
+
+
+UNCALLED = 'METADATA = {}\n"""Of HumanEval."""\nimport math\ndef check(candidate):\n    assert candidate(2) == 4\n'
+
+
+@pytest.mark.parametrize("answer", ["", "# none", UNCALLED, ["import math", "x = 3"]])
+def test_tests_that_every_program_passes_are_refused(answer: Json) -> None:
+    with pytest.raises(ValueError, match="define and call nothing"):
+        judged(answer, SQUARE)
+
+
+def test_tests_that_are_not_python_are_refused() -> None:
+    with pytest.raises(ValueError, match="a test of task 't' is not Python"):
+        judged(["assert square(2) =="], SQUARE)
+
+
 @pytest.mark.parametrize("answer", [None, 3, [], [1], {"inputs": ["a"], "outputs": []}, {"tests": "x"}])
 def test_an_answer_without_tests_is_refused(answer: Json) -> None:
     with pytest.raises(ValueError, match=r"no answer to compare with|has no tests"):

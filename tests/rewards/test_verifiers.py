@@ -33,6 +33,34 @@ def value(name: str, text: str, answer: Json = None, **params: Any) -> float:
         ("1/0", "7", 0),
         ("7.", "7", 1),
         ("1e999999999", "7", 0),
+        ("\u22125", "-5", 1),
+        ("\u22125", "5", 0),
+        ("-$5", "5", 0),
+        ("1{,}000 or 1\\,000", "1000", 1),
+        ("-\\frac{1}{2}", "-0.5", 1),
+        ("3\\frac12", "3 1/2", 1),
+        ("3 1/2", "0.5", 0),
+        ("\\boxed{\\frac{1}{2}}", "2", 0),
+        ("\\boxed{\\frac{1}{2}}, not 2", "0.5", 1),
+        ("\\boxed{\\frac{x}{2}}", "2", 0),
+        ("\\boxed{5\\text{ cm}^2}", "5", 1),
+        ("\\boxed{5^\\circ}", "5", 1),
+        ("\\boxed{x = 5}", "5", 1),
+        ("\\boxed{5 \\text{ or } 6}", "6", 0),
+        ("\\boxed{(1,2)}", "2", 0),
+        ("7, so \\boxed{}", "7", 0),
+        ("3,4,5", "345", 0),
+        ("12,34", "1234", 0),
+        ("1.000.000", "0", 0),
+        ("2^{10}", "10", 0),
+        ("5 x 10^3", "3", 0),
+        ("2**3", "3", 0),
+        ("2\\sqrt{3}", "3", 0),
+        ("2\\sqrt{3}", "2", 0),
+        ("10:30", "30", 0),
+        ("3/4/5", "5", 0),
+        ("**42**", "42", 1),
+        ("9" * 5000, "9", 0),
     ],
 )
 def test_numeric_compares_the_last_number(text: str, answer: Json, expected: float) -> None:
@@ -41,8 +69,9 @@ def test_numeric_compares_the_last_number(text: str, answer: Json, expected: flo
 
 def test_numeric_has_a_tolerance_and_needs_a_number() -> None:
     assert [value("numeric", "3.14", "3.14159", tolerance=tolerance) for tolerance in (0.0, 0.01)] == [0, 1]
-    with pytest.raises(ValueError, match="'none', has no number to compare with"):
-        value("numeric", "1", "none")
+    for answer in ("none", "2\\sqrt{3}"):
+        with pytest.raises(ValueError, match="has no number to compare with"):
+            value("numeric", "1", answer)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +81,21 @@ def test_numeric_has_a_tolerance_and_needs_a_number() -> None:
         ("(B)", "B", 1),
         ("The answer is (B), since A is wrong. C too.", "B", 1),
         ("Answer: **B**", "b) B", 1),
-        ("A cat. So \\boxed{\\text{C}} and not D", "C", 0),
+        ("A cat. So \\boxed{\\text{C}} and not D", "C", 1),
+        ("A cat. So \\boxed{\\text{C}} and not D", "D", 0),
+        ("\\boxed{A, B}", "B", 0),
+        ("The answer is A because it is", "A", 1),
+        ("The answer is not A", "A", 0),
+        ("The answer is A or B", "A", 0),
+        ("Answer: A, B", "A", 0),
+        ("The answer is A? No, B.", "A", 0),
+        ("neither A nor B", "B", 0),
+        ("It isn't B", "B", 0),
+        ("A, B", "B", 0),
+        ("A cat sat there", "A", 0),
+        ("So I am sure", "I", 0),
+        ("A+ and C++", "C", 0),
+        ("an F-16", "F", 0),
         ("A cat. So \\boxed{C} and not D", "C", 1),
         ("Both A and B look right; I choose C", "C", 1),
         ("Bananas", "B", 0),
@@ -85,7 +128,7 @@ def test_an_answer_that_was_cut_off_is_not_right(name: str) -> None:
     assert load(name, {})(task(answer), [episode(answer, answer=answer, stop="length")]) == [0]
 
 
-SCHEMA = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+SCHEMA = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}, "born": {"format": "date"}}}
 
 
 @pytest.mark.parametrize(
@@ -96,6 +139,9 @@ SCHEMA = {"type": "object", "required": ["name"], "properties": {"name": {"type"
         ('{"name": 3}', 0),
         ("{'name': 'Ada'}", 0),
         ("[" * 100_000, 0),
+        ('```JSON\n{"name": "Ada"}\n```', 1),
+        ('{"name": "Ada", "age": NaN}', 0),
+        ('{"name": "Ada", "born": "2020-99-99"}', 0),
     ],
 )
 def test_json_schema(text: str, expected: float) -> None:

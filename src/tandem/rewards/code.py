@@ -11,6 +11,7 @@ so that ending early passes none of them. A program that looks for what checks i
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import re
@@ -32,15 +33,17 @@ SANDBOXES = {
 }
 _AT_ONCE = 4
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
 _TESTS = """
-import json, os, sys
+import json, os
 tests, word = json.load(open("tests.json"))
 os.remove("tests.json")
-from solution import *
+import solution
+names = dict(vars(solution), __name__="__main__")  # of the program and of the tests, and not of what counts
 passed = 0
 for test in tests:
     try:
-        exec(test, globals())
+        exec(test, names)
         passed += 1
     except BaseException:
         pass
@@ -122,7 +125,18 @@ def _checks(task: Task) -> tuple[list[str], list[str], list[str]]:
     tests, inputs, outputs = (_texts(each) for each in found)
     if tests is None or inputs is None or outputs is None or len(inputs) != len(outputs) or not tests + inputs:
         raise ValueError(f"the answer of task {task.id!r} has no tests: it must be source, a list of it, or inputs and outputs")
+    if tests and not any(_runs(test, task) for test in tests):
+        raise ValueError(f"the tests of task {task.id!r} define and call nothing, so that every program passes: add the call")
     return tests, inputs, outputs
+
+
+def _runs(test: str, task: Task) -> bool:
+    """Whether it does more than to import and define."""
+    try:
+        statements = ast.parse(test).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
+        raise ValueError(f"a test of task {task.id!r} is not Python: {problem}") from None
+    return not all(isinstance(each, _DEFINES) or isinstance(getattr(each, "value", None), ast.Constant) for each in statements)
 
 
 def _texts(value: object) -> list[str] | None:

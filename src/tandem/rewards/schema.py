@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import jsonschema
 import referencing
@@ -15,13 +15,18 @@ from tandem.errors import RewardError
 from tandem.rewards.functions import judged
 from tandem.types import Episode, Json, Task
 
-_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```(?:(?i:json))?\s*\n(.*?)```", re.DOTALL)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def json_schema(task: Task, group: Sequence[Episode], *, schema: Json = None) -> list[float]:
     """1 where the last assistant turn is JSON that fits the schema, alone or as the last ```json block of a text.
 
-    schema: for all tasks; without it each task's answer is its schema. Nothing is fetched for a $ref.
+    schema: for all tasks; without it each task's answer is its schema. Nothing is fetched for a $ref; a `format`
+    that jsonschema checks without further packages is checked.
     """
     wanted = task.answer if schema is None else schema
     if not isinstance(wanted, Mapping | bool):
@@ -31,12 +36,12 @@ def json_schema(task: Task, group: Sequence[Episode], *, schema: Json = None) ->
         kind.check_schema(wanted)
     except jsonschema.SchemaError as problem:
         raise RewardError(f"reward json_schema: {problem.json_path} of the schema is wrong: {problem.message}") from None
-    validator = kind(wanted, registry=cast("Any", referencing).Registry())
+    validator = kind(wanted, registry=cast("Any", referencing).Registry(), format_checker=kind.FORMAT_CHECKER)
 
     def right(text: str) -> bool:
         blocks = _FENCED.findall(text)
         try:
-            return bool(validator.is_valid(json.loads(blocks[-1] if blocks else text)))
+            return bool(validator.is_valid(json.loads(blocks[-1] if blocks else text, parse_constant=_refuse)))
         except (ValueError, RecursionError):
             return False
 

@@ -10,14 +10,30 @@ from tandem.errors import RewardError
 from tandem.rewards.functions import answer_of, judged
 from tandem.types import Episode, Task
 
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]{0,100}(?:\.\d{1,100})?|\.\d{1,100})(?:[eE][-+]?\d{1,3}\b|/\d{1,100}(?![\d.]))?")
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_SIGNS = str.maketrans("−–", "--")
+_UNIT = re.compile(r"\^\{?\\circ\}?|°|\\(?:text|textrm|mathrm|mbox)\{[^{}\d]*\}(?:\^\{?\d\}?)?")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\[, !]|[\u00a0\u2009\u202f])(?=\d{3})")
+_FRACTION = re.compile(r"(?:(\d)\s*)?\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
+_NUMBER = re.compile(
+    r"""
+      # No part of something larger.
+      (?<!\d[.,/:eE]) (?<!\d\*\*) (?<!\^) (?<!\^[-{]) (?<!\^\{-) (?<!sqrt\{) (?<!\}\{) (?<!√) (?<!0x)
+      (?P<sign>(?<![\w)\]}])-\\?\$?)?
+      (?>(?:(?P<whole>\d+)\ (?=\d+/\d))?
+         (?P<number>(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+|/\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?))
+      (?!\d|[.,/:]\d|\^|\*\*\d|\s?(?:\\(?:pi|sqrt|[dt]?frac)|[π√]))
+    | (?P<unread>\d+)
+    """,
+    re.VERBOSE,
+)
+_MAX_DIGITS = 200
 
 
 def numeric(task: Task, group: Sequence[Episode], *, tolerance: float = 0.0) -> list[float]:
     r"""1 where the number of the last assistant turn is that of the task's answer, or differs by no more than `tolerance`.
 
-    Of a text it is the last \boxed{} one, or else the last one: 1,234.50, -3/4, 2e-3. An answer like "... #### 72" has 72.
+    Of a text it is the only one in the last \boxed{}, or else the last one: 1,234.50, -3/4, 2e-3, 3 1/2, \frac{1}{2}. An answer
+    like "... #### 72" has 72. A part of something larger (of 2^{10}, 3,4,5, 10:30 or 2\sqrt{3}) is no number.
     """
     expected = _value(str(answer_of(task)))
     if expected is None:
@@ -34,18 +50,24 @@ def numeric(task: Task, group: Sequence[Episode], *, tolerance: float = 0.0) -> 
 def choice(task: Task, group: Sequence[Episode], *, choices: str = "ABCDEFGHIJ") -> list[float]:
     r"""1 where the letter that the last assistant turn chooses is that of the task's answer.
 
-    It is the last one in \boxed{}, or else after the word answer, or else the last one that stands alone.
+    It is the only one in the last \boxed{}, or else the last after the word answer, or else the last that stands alone; one that is
+    denied or named beside another ("not A", "A or B") is none.
     """
-    letters = "".join(map(re.escape, choices))
-    alone = rf"(?<![A-Za-z'])([{letters}])(?![A-Za-z'])"
-    after = re.compile(rf"[Aa]nswer(?:\s+is)?\W{{0,8}}{alone}")
+    letter = "[" + "".join(map(re.escape, choices)) + "]"
+    alone = re.compile(rf"(?<![\w'])(?<!\w-){letter}(?![\w'+])(?!-\w)")
+    said = re.compile(rf"(?i:answer)(?:\s+is)?\W{{0,8}}(?P<letter>{alone.pattern})")
+    bare = re.compile(rf"(?P<letter>(?![AI]\s+[a-z]){alone.pattern})")  # the words A and I choose nothing
+    denied = re.compile(rf"(?:\b(?:not|nor|neither|either|or|and)|n['’]t|{alone.pattern}\W{{0,2}}[,/&])\W{{0,3}}\Z")
+    hedged = re.compile(rf"\W{{0,3}}(?:(?:[,/&]|\b(?:or|and|nor)\b)\W{{0,3}}{alone.pattern}|\?)")
 
     def chosen(text: str) -> str | None:
-        for part in _BOXED.findall(text)[::-1]:
-            if found := re.findall(alone, part):
-                return found[-1]
-        found = after.findall(text) or re.findall(alone, text)
-        return found[-1] if found else None
+        if boxes := _boxed(text):
+            found = set(alone.findall(boxes[-1]))
+            return found.pop() if len(found) == 1 else None
+        last = next(iter([*said.finditer(text)][::-1] or [*bare.finditer(text)][::-1]), None)
+        if last is None or denied.search(text[: last.start("letter")]) or hedged.match(text[last.end() :]):
+            return None
+        return last["letter"]
 
     expected = chosen(str(answer_of(task)))
     if expected is None:
@@ -63,13 +85,33 @@ def regex(task: Task, group: Sequence[Episode], *, pattern: str) -> list[float]:
     return judged(group, lambda text: compiled.search(text) is not None)
 
 
+def _boxed(text: str) -> list[str]:
+    r"""What stands in each \boxed{} that is closed."""
+    found: list[str] = []
+    for rest in text.split("\\boxed{")[1:]:
+        depth = 1
+        for position, character in enumerate(rest):
+            depth += (character == "{") - (character == "}")
+            if depth == 0:
+                found.append(rest[:position])
+                break
+    return found
+
+
 def _value(text: str) -> Fraction | None:
-    """The number that a text ends with."""
-    for part in (*_BOXED.findall(text)[::-1], text):
-        found = _NUMBER.findall(part)
-        if found:
-            try:
-                return Fraction(found[-1].replace(",", ""))
-            except ZeroDivisionError:
-                return None
-    return None
+    """The number that a text ends with, or that is all that its last box holds."""
+    boxes = _boxed(text)
+    plain = _THOUSANDS.sub(",", _UNIT.sub(" ", (boxes[-1] if boxes else text).translate(_SIGNS)))
+    found = [*_NUMBER.finditer(_FRACTION.sub(_fraction, plain))]
+    if not found or found[-1]["unread"] or len(found[-1][0]) > _MAX_DIGITS or (boxes and len(found) > 1):
+        return None
+    try:
+        value = Fraction(found[-1]["number"].replace(",", "")) + int(found[-1]["whole"] or 0)
+    except (ValueError, ZeroDivisionError):
+        return None
+    return -value if found[-1]["sign"] else value
+
+
+def _fraction(part: re.Match[str]) -> str:
+    whole, over, under = part[1], part[2] or part[3], part[4] or part[5]
+    return f"{whole} {over}/{under}" if whole else f"{over}/{under}"
