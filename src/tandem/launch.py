@@ -33,7 +33,7 @@ from tandem.assemble.model import Model, build_model
 from tandem.assemble.phases import Phase, algorithm, first_trained, from_dataset, main_phase, memory, warmup_phase
 from tandem.assemble.roles import merged
 from tandem.assemble.rollout import Rollout, open_rollout
-from tandem.assemble.tasks import build_dataset, notes
+from tandem.assemble.tasks import build_dataset, check_prompts, notes
 from tandem.assemble.trackers import build_trackers, find_trackers
 from tandem.checkpoint.journal import Journal
 from tandem.checkpoint.snapshots import Part, SnapshotStore
@@ -124,7 +124,9 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun
 def _heldout(recipe: Recipe, model: Model) -> Dataset | None:
     if recipe.data.heldout is None:
         return None
-    return build_dataset(recipe.data.heldout, "heldout", seed_of(recipe.seed, "heldout"), model.renderer)
+    dataset = build_dataset(recipe.data.heldout, "heldout", seed_of(recipe.seed, "heldout"), model.renderer)
+    check_prompts(dataset, recipe, model.renderer, recipe.evaluation.tasks)
+    return dataset
 
 
 # ------------------------------------------------------------------------------------------------------ one phase

@@ -52,6 +52,18 @@ def trained_on(name: str, content: str, *says: str) -> Mistake:
     return train(f"{NOT_A_TASK} data.train.path={name}", *says, files={name: content})
 
 
+ONE_TURN = "'agent={name: single_turn, env: null}'"
+
+
+def late(prompt: object) -> str:
+    """A file whose last prompt this is."""
+    return "".join(f'{{"prompt": "{i}+1=", "answer": "1"}}\n' for i in range(99)) + json.dumps({"prompt": prompt, "answer": "1"})
+
+
+def asked_late(prompt: object, *says: str) -> Mistake:
+    return train(f"{ONE_TURN} {NOT_A_TASK} data.train.path=late.jsonl", *says, files={"late.jsonl": late(prompt)})
+
+
 def check(name: str, content: str, *says: str) -> Mistake:
     return Mistake(f"data check {name}", says, files={name: content})
 
@@ -272,6 +284,15 @@ MISTAKES: dict[str, Mistake] = {
         "train tiny.yaml run.dir=run engine.max_context=8 warmup.steps=1", ("tokens", "8")
     ),
     "characters that the tokenizer has not": trained_on("a.jsonl", '{"prompt": "7 plus 2?", "answer": "9"}\n', "'7 plus 2?'"),
+    "a late task with characters that the tokenizer has not": asked_late("7 plus 2?", "task 'late-99'", "'7 plus 2?'"),
+    "a late task that is longer than the context": asked_late("1+" * 40, "task 'late-99'", "80 tokens and the context 64"),
+    "a late task that asks nothing": asked_late([{"role": "assistant", "content": "1"}], "task 'late-99'", "has no tokens"),
+    "a held-out task that is longer than the context": train(
+        f"{ONE_TURN} data.heldout.task=null data.heldout.path=late.jsonl evaluation.tasks=100",
+        "task 'late-99'",
+        "80 tokens and the context 64",
+        files={"late.jsonl": late("1+" * 40)},
+    ),
     # ---------------------------------------------------------------------------------------------- the reward
     "no reward": train("reward=null", "reward.function", "reward.url", "reward_model.path"),
     "no reward to check": reward_of("reward=null", "no reward to check"),

@@ -54,6 +54,12 @@ def test_what_is_shown_says_what_was_understood_and_what_is_wrong(tmp_path: Path
     )
 
 
+def test_tasks_that_ask_nothing_are_told(tmp_path: Path) -> None:
+    silent = {"messages": [{"role": "assistant", "content": "a"}], "answer": "1"}
+    checked = inspect(written(tmp_path / "a.jsonl", silent, {"prompt": " ", "answer": 1}, {"prompt": "b", "answer": 1}), {})
+    assert "warning: 2 tasks ask nothing" in said(checked)
+
+
 def test_prompts_over_the_limit_are_told(tmp_path: Path) -> None:
     renderer = TemplateRenderer(character_tokenizer("ab", template=PLAIN_TEMPLATE))
     checked = inspect(written(tmp_path / "a.jsonl", {"prompt": "ab" * 50, "answer": 1}), {}, renderer, max_tokens=20)

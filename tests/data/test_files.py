@@ -80,7 +80,17 @@ def test_columns_can_have_other_names(tmp_path: Path) -> None:
         (({"prompt": "a", "id": 1}, {"prompt": "b", "id": "1"}), r"rows\.jsonl:2: the id '1' is that of .*rows\.jsonl:1 too"),
         (({"answer": "a"},), r"rows\.jsonl:1 has neither messages nor prompt \(it has answer\)"),
         (({},), "it has no column at all"),
-        (({"prompt": ""},), "has neither messages nor prompt"),
+        (({"prompt": ""},), "rows.jsonl:1: prompt is empty, so that there is nothing to ask"),
+        (({"messages": None},), "messages is empty"),
+        (({"prompt": "a\ud800"},), r"rows.jsonl:1 has half a character, '\\ud800'"),
+        (({"prompt": [{"role": "user", "content": "\udfff"}]},), "message 0: content has half a character"),
+        (({"prompt": "a", "completion": "\ud800"},), "completion has half a character"),
+        (({"prompt": "a", "answer": [{"\ud800": 1}]},), "answer has half a character"),
+        (({"prompt": "a", "level": {"b": "\ud800"}},), "level has half a character"),
+        (('{"prompt": "a", "answer": ' + "[" * 600 + "]" * 600 + "}",), "rows.jsonl:1 is nested too deeply"),
+        (('{"prompt": "a", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}",), "rows.jsonl:1 is nested too deeply"),
+        (({"messages": '[{"role": "user", "content": "hi"}]'},), "a list of messages is written as one text"),
+        (({"prompt": "[{'content': 'hi', 'role': 'user'}]"},), "a list of messages is written as one text"),
         (({"prompt": 3},), "a conversation is a text or a list of messages, not 3"),
         (({"prompt": "a", "messages": [1]},), "has both messages and prompt"),
         (({"prompt": "a", "answer": 1, "ground_truth": 2},), "has both answer and ground_truth"),
@@ -115,7 +125,7 @@ def test_bad_files_are_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_bad_parquet_rows_are_refused_with_their_place(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows\.parquet row 1 has neither"):
+    with pytest.raises(DataError, match=r"rows\.parquet row 1: prompt is empty"):
         FileDataset(as_parquet(tmp_path, {"prompt": "a"}, {"prompt": None}))
     with pytest.raises(DataError, match=r"row 0: when holds datetime.*\(datetime\), which JSON cannot"):
         FileDataset(as_parquet(tmp_path, {"prompt": "a", "when": datetime(2026, 1, 1)}))
@@ -207,7 +217,7 @@ def test_csv_cells_stay_the_texts_that_they_are(tmp_path: Path) -> None:
         ("prompt,answer\na\n", r"rows\.csv:2 has 1 cells"),
         ("prompt,prompt\na,b\n", "names the column 'prompt' twice"),
         ('prompt\n"a\n', r"rows\.csv:2 is not CSV in UTF-8: unexpected end of data"),
-        ("prompt,answer\n,1\n", r"rows\.csv:2 has neither messages nor prompt"),
+        ("prompt,answer\n,1\n", r"rows\.csv:2: prompt is empty"),
     ],
 )
 def test_bad_csv_is_refused_with_its_place(text: str, match: str, tmp_path: Path) -> None:

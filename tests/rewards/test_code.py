@@ -30,6 +30,18 @@ def test_programs_in_a_block_or_alone_are_run_against_tests(answer: Json) -> Non
     assert [result.value for result in judged(answer, SQUARE, fenced, wrong, "I do not know", "")] == [1, 1, 0, 0, 0]
 
 
+@pytest.mark.parametrize("fence", ["```python\r\n", "```Python\n", "```python3\n", '``` py title="a"\n', "```\n"])
+def test_the_last_block_of_python_is_the_program(fence: str) -> None:
+    output = "" if fence == "```\n" else "\nIt prints\n```\n4\n```\n```text\nsquare = 4\n```"
+    assert [result.value for result in judged(TESTS, f"```python\n1 / 0\n```\n{fence}{SQUARE}```{output}")] == [float("y" in fence)]
+    assert [result.value for result in judged(TESTS, f"```text\n4\n```\n{fence}{SQUARE}```{output}")] == [1]
+
+
+def test_a_program_cannot_raise_the_count_by_its_name() -> None:
+    found = "import __main__, builtins\nbuiltins.exec = print\ndef square(x):\n    __main__.passed = 99\n    return 5\n"
+    assert [result.value for result in judged(TESTS, found, partial=True)] == [0]
+
+
 def test_the_share_that_passes_is_a_component_and_partial_credit() -> None:
     (result,) = judged(TESTS, "def square(x):\n    return 2 * x\n")
     assert result == RewardResult(0.0, {"passed": 2 / 3})

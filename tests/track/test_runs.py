@@ -78,10 +78,20 @@ def test_runs_are_found_wherever_they_lie_and_their_phases_are_not(tmp_path: Pat
         find_runs(tmp_path / "nowhere")
 
 
+OTHER = {
+    "e": ("config.yaml", "- 1"),
+    "f[bold]": ("summary.json", "[]"),
+    "g": ("metrics.jsonl", '{"loss": 1}\n'),
+}
+
+
 def test_the_table_says_where_each_run_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     places = [run_in(Path("a")), run_in(Path("b"), ended=True), run_in(Path("c"), losses=True), run_in(Path("d"))]
     (places[3] / "config.yaml").write_text("[")
+    for name, (file, content) in OTHER.items():
+        places.append(run_in(Path(name)))
+        (places[-1] / file).write_text(content)
     descriptor = os.open(places[2], os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     lines = said(lambda console: console.print(table_of(places))).splitlines()
@@ -91,7 +101,10 @@ def test_the_table_says_where_each_run_stands(tmp_path: Path, monkeypatch: pytes
     assert rows[1] == ["b", "grpo", "0", "finished", "2/4", "25.0%", "75.0%", "▁█"]
     assert rows[2] == ["c", "grpo", "0", "running", "2/4", "0.25", "0.25", "█▁"]
     assert rows[3][0] == "d"
-    assert "not YAML" in " ".join(row[3] for row in rows[3:])
+    text = " ".join(row[3] for row in rows[3:])
+    assert [
+        words for words in ("not YAML", "is no mapping", "f[bold]", "is not the summary", "has no step") if words not in text
+    ] == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tandem.algos.table import configure, learns_values
 from tandem.assemble.model import Model
 from tandem.assemble.roles import KINDS, Roles, base_stages, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
-from tandem.assemble.tasks import Form, build_dataset, notes
+from tandem.assemble.tasks import Form, build_dataset, check_prompts, notes
 from tandem.assemble.weights import build_checkpoint
 from tandem.assemble.workers import Job, Workers, joining
 from tandem.checkpoint.gathered import gather
@@ -183,6 +183,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
     planned = _planned(chosen.needs | roles.needs, RolloutSource.columns, known, chosen)
     ahead, rest = (NOTHING, planned) if workers.shared else planned.split()  # in one process nothing would overlap
     dataset = build_dataset(recipe.data.train, "train", seed_of(recipe.seed, "tasks"), model.renderer)
+    check_prompts(dataset, recipe, model.renderer)
     source = RolloutSource(
         dataset=dataset,
         agent=rollout.agent,

@@ -105,6 +105,8 @@ def _show_file(checked: Checked, max_tokens: int | None, console: Console) -> No
     if checked.again:
         _warn(console, f"{checked.again} tasks ask what an earlier one of the file asks")
     without = sum(task.answer is None and not task.chosen and task.asked() == task for task in tasks)
+    if nothing := sum(not _asked(task) for task in tasks):
+        _warn(console, f"{nothing} tasks ask nothing: their prompt is blank, or begins with the assistant")
     if without:
         _warn(console, f"{without} tasks have neither answer nor anything to imitate: only a reward that needs none can use them")
 

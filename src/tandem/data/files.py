@@ -62,6 +62,8 @@ def _lines(path: Path) -> Rows:
             raise DataError(f"{where} is not UTF-8: write the file again in that encoding") from None
         except ValueError as error:
             raise DataError(f"{where} is not valid JSON: {error}") from None
+        except RecursionError:
+            raise DataError(f"{where} is nested too deeply: make its lists and objects flatter") from None
         if not isinstance(row, dict):
             raise DataError(f"{where} holds {row!r}; every line must be a JSON object")
         yield where, cast("dict[str, object]", row)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast, get_args
 
@@ -25,6 +26,7 @@ from tandem.types import Json, Message, Role, Task, ToolCall
 
 COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "answer", "ground_truth", "id", "data_source")
 _ROLES: tuple[Role, ...] = get_args(Role)
+_LIST_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]""")
 _FIELDS = ("role", "content", "tool_calls", "name", "tool_call_id")
 
 
@@ -39,7 +41,10 @@ def tasks_from_rows(rows: Iterable[tuple[str, Mapping[str, object]]], source: st
     tasks: dict[str, Task] = {}
     places: dict[str, str] = {}
     for number, (where, row) in enumerate(rows):
-        task = _task(_renamed(row, columns, where), where, number, source)
+        try:
+            task = _task(_renamed(row, columns, where), where, number, source)
+        except RecursionError:
+            raise DataError(f"{where} is nested too deeply: make its lists and objects flatter") from None
         if task.id in tasks:
             raise DataError(f"{where}: the id {task.id!r} is that of {places[task.id]} too: ids must be unique in a dataset")
         tasks[task.id] = task
@@ -61,7 +66,7 @@ def _task(row: dict[str, object], where: str, number: int, source: str) -> Task:
     for one, other in (("messages", "prompt"), ("messages", "completion"), ("completion", "chosen"), ("answer", "ground_truth")):
         if row.get(one) is not None and row.get(other) is not None:
             raise DataError(f"{where} has both {one} and {other}: leave one of them out, or rename it")
-    listed = _listed(row)
+    listed, empty = _listed(row), [name for name in ("messages", "prompt") if name in row]
     talk = row.pop("messages", None) or row.pop("prompt", None)
     messages = _messages(talk, where) if talk else ()
     nulls = [name for name in ("chosen", "rejected") if name in row and row[name] is None]
@@ -75,6 +80,8 @@ def _task(row: dict[str, object], where: str, number: int, source: str) -> Task:
         worse: tuple[Message, ...] = ()
     else:
         messages, better, worse = _pair(messages, sides["chosen"], sides["rejected"], where)
+    if not messages and empty:
+        raise DataError(f"{where}: {empty[0]} is empty, so that there is nothing to ask: leave the row out")
     if not messages:
         raise DataError(f"{where} has neither messages nor prompt (it has {listed}): name the column with `columns`")
     completion = row.pop("completion", None)
@@ -137,7 +144,7 @@ def _pair(
 def _response(prompt: tuple[Message, ...], value: object, where: str) -> tuple[Message, ...]:
     """What follows the prompt, where there is one; a list may repeat it."""
     if isinstance(value, str):
-        return (Message("assistant", value),)
+        return (Message("assistant", _text(value, where)),)
     messages = _messages(value, where)
     if not prompt or (messages and messages[0].role == "assistant"):
         return messages
@@ -150,7 +157,11 @@ def _response(prompt: tuple[Message, ...], value: object, where: str) -> tuple[M
 
 def _messages(value: object, where: str) -> tuple[Message, ...]:
     if isinstance(value, str):
-        return (Message("user", value),)
+        if _LIST_AS_TEXT.match(value):
+            raise DataError(
+                f"{where}: a list of messages is written as one text: use JSON lines or parquet, where it can be a list"
+            )
+        return (Message("user", _text(value, where)),)
     if not isinstance(value, list):
         raise DataError(f"{where}: a conversation is a text or a list of messages, not {value!r}")
     return tuple(_message(entry, f"{where}: message {i}") for i, entry in enumerate(cast("list[object]", value)))
@@ -187,19 +198,26 @@ def _call(value: Any, where: str) -> ToolCall:
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{what} is {value!r}; it must be a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as problem:
+        half = ascii(value[problem.start])
+        raise DataError(f"{what} has half a character, {half}, which is no text: write the file again in UTF-8") from None
     return value
 
 
 def _json(value: object, what: str) -> Json:
     match value:
-        case None | bool() | int() | str():
+        case str():
+            return _text(value, what)
+        case None | bool() | int():
             return value
         case float() if math.isfinite(value):
             return value
         case list():
             return [_json(item, what) for item in cast("list[object]", value)]
         case dict():
-            return {str(key): _json(item, what) for key, item in cast("dict[object, object]", value).items()}
+            return {_text(str(key), what): _json(item, what) for key, item in cast("dict[object, object]", value).items()}
         case _:
             raise DataError(f"{what} holds {value!r} ({type(value).__name__}), which JSON cannot: leave it out or write it as text")
 

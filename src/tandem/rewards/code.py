@@ -5,8 +5,9 @@ A task's answer is one of
     ["assert f(2) == 4", ...]           several, as MBPP has them
     {"inputs": [...], "outputs": [...]}  texts on standard input, and what the program must print, as in programming contests
 
-The program is the last ```python block of the last assistant turn, or all of it. It is a module of its own, imported by the tests,
-so that ending early passes none of them. A program that looks for what checks it can still find it: this judges honest mistakes.
+The program is the last ```python block of the last assistant turn, or the last block without a language, or all of it. It is a
+module of its own, imported by the tests, so that ending early passes none of them. A program that looks for what checks it can
+still find it: this judges honest mistakes.
 """
 
 from __future__ import annotations
@@ -32,22 +33,24 @@ SANDBOXES = {
     "process": "tandem.sandbox.process:SubprocessSandbox",
 }
 _AT_ONCE = 4
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
+_PYTHON = ("python", "python3", "py")
 _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
 _TESTS = """
 import json, os
 tests, word = json.load(open("tests.json"))
 os.remove("tests.json")
+execute, say = exec, print
 import solution
 names = dict(vars(solution), __name__="__main__")  # of the program and of the tests, and not of what counts
 passed = 0
 for test in tests:
     try:
-        exec(test, names)
+        execute(test, names)
         passed += 1
     except BaseException:
         pass
-print(f"\\n{word} {passed}")
+say(f"\\n{word} {passed}")
 """
 
 
@@ -62,7 +65,8 @@ class _Judge:
         files = {"solution.py": program, "tests.json": json.dumps([list(tests), word]), "main.py": _TESTS}
         outcome = await self.sandbox.run([sys.executable, "main.py"], files, self.limits)
         found = re.search(rf"^{word} (\d+)\s*\Z", outcome.stdout, re.MULTILINE)
-        return int(found[1]) / len(tests) if found and outcome.limit is None else 0.0
+        passed = int(found[1]) if found and outcome.limit is None else 0
+        return passed / len(tests) if passed <= len(tests) else 0.0
 
     async def printed(self, program: str, inputs: Sequence[str], outputs: Sequence[str]) -> float:
         """The share of the inputs for which it prints the output, white space at ends of lines aside."""
@@ -104,14 +108,21 @@ async def _judged(judge: _Judge, task: Task, group: Sequence[Episode]) -> list[f
     async def one(episode: Episode) -> float:
         if episode.stop != "stop":
             return 0.0
-        blocks = _FENCED.findall(episode.completion)
-        program = blocks[-1] if blocks else episode.completion
         async with places:
             if tests:
-                return await judge.asserts(program, tests)
-            return await judge.printed(program, inputs, outputs)
+                return await judge.asserts(_program(episode.completion), tests)
+            return await judge.printed(_program(episode.completion), inputs, outputs)
 
     return list(await asyncio.gather(*(one(episode) for episode in group)))
+
+
+def _program(text: str) -> str:
+    """The last block of Python, or else the last without a language, or else all of it."""
+    blocks = _FENCED.findall(text)
+    for wanted in (_PYTHON, ("",)):
+        if found := [block for language, block in blocks if language.lower() in wanted]:
+            return found[-1]
+    return text
 
 
 def _checks(task: Task) -> tuple[list[str], list[str], list[str]]:

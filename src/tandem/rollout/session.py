@@ -72,6 +72,17 @@ class _Branch:
         )
 
 
+def check_prompt(tokens: Sequence[int], max_context: int, what: str) -> None:
+    """Raises DataError for a prompt after which nothing can be sampled."""
+    if not tokens:
+        raise DataError(f"{what} has no tokens, and nothing can be sampled after nothing; leave such tasks out")
+    if len(tokens) >= max_context:
+        raise DataError(
+            f"{what} has {len(tokens)} tokens and the context {max_context}, which leaves none to "
+            "sample; leave such tasks out or raise the engine's max_context"
+        )
+
+
 class Session:
     """Implements ports.LLM for one episode.
 
@@ -140,11 +151,7 @@ class Session:
         return _Branch(self._key._replace(branch=self._key.branch + len(self._branches)), params, tools)
 
     def _check(self, branch: _Branch, tokens: Sequence[int]) -> None:
-        if len(tokens) >= self._max_context:
-            raise DataError(
-                f"the prompt of {branch.key} has {len(tokens)} tokens and the context {self._max_context}, which leaves none to "
-                "sample; leave such tasks out or raise the engine's max_context"
-            )
+        check_prompt(tokens, self._max_context, f"the prompt of {branch.key}")
 
     async def _sample(self, branch: _Branch, rendered: Sequence[int], params: SamplingParams) -> list[int]:
         """Adds `rendered` and what the engine samples after it; returns the latter and sets the branch's stop."""

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tandem.config import read
 from tandem.durable import records
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, SnapshotError, TandemError
 from tandem.track.curve import LearningCurve, draw_text
 from tandem.track.jsonl import Series, series_of
 from tandem.track.report import before_after, shown
@@ -93,6 +94,8 @@ def read_run(directory: Path) -> RunRecord:
     metrics, summary = directory / "metrics.jsonl", read_summary(directory / "summary.json")
     state: State = "running" if _in_use(directory) else "finished" if summary is not None else "stopped"
     lines = tuple(records(metrics)) if metrics.is_file() else ()
+    if other := next((number for number, line in enumerate(lines, start=1) if type(line.get("step")) is not int), None):
+        raise SnapshotError(f"{metrics}, line {other} has no step, as a line of a run has: is it of something else?")
     return RunRecord(directory, read(directory / "config.yaml"), lines, summary, state)
 
 
@@ -132,8 +135,8 @@ def table_of(places: Sequence[Path]) -> Table:
                 sparkline(curve.training) if curve else "",
             )
         except TandemError as problem:
-            told = ("", "", f"[red]{problem}[/]")
-        table.add_row(str(place), *told)
+            told = ("", "", f"[red]{escape(str(problem))}[/]")
+        table.add_row(escape(str(place)), *told)
     return table
 
 

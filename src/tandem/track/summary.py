@@ -45,7 +45,7 @@ def read_summary(path: Path) -> Summary | None:
     try:
         body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         known = {name: body.pop(name) for name in ("eval_before", "eval_after", "steps", "wall_s")}
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise SnapshotError(f"{path} is not the summary of a run: {error!r}") from error
     return Summary(**known, facts=body)
 
