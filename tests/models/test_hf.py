@@ -208,6 +208,15 @@ def test_all_wrong_tensors_are_listed_at_once(saved: Path) -> None:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "needs the numbers low_freq_factor, high_freq_factor in"),
         ({"rope_parameters": STRETCHED | {"factor": 0.5}}, "rotary positions cannot be stretched by"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_parameters=.* and rope_scaling=.*'yarn'.* say different things"),
+        ({"rope_parameters": "yarn"}, "must be objects, got 'yarn'"),
+        (
+            {"rms_norm_eps": "1e-6", "sliding_window": [8]},
+            r"rms_norm_eps must be a number, .*; sliding_window must be a number, got \[8\]",
+        ),
+        ({"layer_types": 3}, "config.json: "),
+        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
         ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types \['chunked_attention'\] are not supported"),
@@ -225,6 +234,15 @@ def test_what_the_decoder_cannot_compute_is_refused_by_name(saved: Path, fields:
         load_decoder(saved)
 
 
+def test_an_index_that_names_another_file_is_refused(saved: Path) -> None:
+    state = load_file(saved / "model.safetensors")
+    save_file({"other": torch.zeros(1)}, saved / "other.safetensors")
+    index = dict.fromkeys(state, "model.safetensors") | {"model.norm.weight": "other.safetensors"}
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ModelError, match=r"missing model\.norm\.weight, which is not in the file that"):
+        load_decoder(saved)
+
+
 def test_a_directory_that_is_none_is_refused(saved: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot read .*nowhere/config\.json: No such file or directory; a Hugging Face"):
         load_decoder(saved / "nowhere")
@@ -235,6 +253,10 @@ def test_a_directory_that_is_none_is_refused(saved: Path) -> None:
     (saved / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
         load_decoder(saved)
+    for content in ("{}", '{"weight_map": 3}', '{"weight_map": {"lm_head.weight": 3}}'):
+        (saved / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(ModelError, match=r"index\.json has no weight_map"):
+            load_decoder(saved)
     (saved / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-1.safetensors"}}')
     with pytest.raises(ModelError, match=r"cannot read .*model-1\.safetensors"):
         load_decoder(saved)

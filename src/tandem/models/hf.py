@@ -56,6 +56,7 @@ _SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+_NUMBERS = ("head_dim", "rms_norm_eps", "rope_theta", "sliding_window")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -166,22 +167,36 @@ def read_config(path: Path) -> DecoderConfig:
     """The shape of the model in the directory `path`. Raises ModelError where it is not one that the decoder computes."""
     file = path / CONFIG
     fields = _read_json(file)
+    try:
+        return _described(fields)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(f"{file}: {error}") from error
+
+
+def _described(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Raises ValueError for what the decoder does not compute, and errors of other kinds for what is not what it should be."""
     kind = fields.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ModelError(
-            f"{file}: model_type {kind!r} is not supported; {', '.join(ARCHITECTURES)} are. With "
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise ValueError(
+            f"model_type {kind!r} is not supported; {', '.join(ARCHITECTURES)} are. With "
             "model.library=transformers other models can be trained on a dataset"
         )
-    problems = [
+    problems = [f"{name} must be a number, got {fields[name]!r}" for name in _NUMBERS if not _is_number(fields.get(name, 1))]
+    problems += [
         f"{name}={fields[name]!r} is not supported"
         for name, supported in _SUPPORTED.items()
         if fields.get(name, supported[0]) not in supported
     ]
     hidden_act = fields.get("hidden_activation") or fields.get("hidden_act") or ("gelu_pytorch_tanh" if kind == "gemma" else "silu")
-    if hidden_act not in _ACTIVATIONS:
+    if not isinstance(hidden_act, str) or hidden_act not in _ACTIVATIONS:
         problems.append(f"hidden_act={hidden_act!r} is not supported, only {', '.join(_ACTIVATIONS)} are")
     # transformers 5 keeps everything about rotary positions in rope_parameters; before, it was spread over two fields.
-    rope: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    ropes: list[dict[str, Any]] = [fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
+    rope = ropes[0] if ropes else {}
+    if wrong := [other for other in ropes if not isinstance(other, Mapping)]:
+        raise ValueError(f"rope_parameters and rope_scaling must be objects, got {wrong[0]!r}")
+    if any(rope != other for other in ropes):
+        problems.append(f"rope_parameters={ropes[0]} and rope_scaling={ropes[1]} say different things: keep the one that holds")
     if (scaling := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "llama3"):
         problems.append(
             f"rope type {scaling!r} (in rope_parameters or rope_scaling) is not supported, only 'default' and 'llama3' are"
@@ -198,35 +213,36 @@ def read_config(path: Path) -> DecoderConfig:
         else:
             problems.append(f"{name} must be a positive integer, got {value!r}")
     if problems:
-        raise ModelError(f"{file}: " + "; ".join(problems))
+        raise ValueError("; ".join(problems))
     bias, width, heads = bool(fields.get("attention_bias")), sizes["hidden_size"], sizes["num_attention_heads"]
     positions, window = sizes["max_position_embeddings"], fields.get("sliding_window", 4096)
     slides = kind == "mistral" or bool(fields.get("use_sliding_window")) or "sliding_attention" in layers
-    try:
-        return DecoderConfig(
-            vocab_size=sizes["vocab_size"],
-            hidden_size=width,
-            intermediate_size=sizes["intermediate_size"],
-            num_layers=sizes["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=sizes["num_key_value_heads"],
-            head_dim=fields.get("head_dim") or {"qwen3": 128, "gemma": 256}.get(kind, width // heads),
-            rope_theta=rope.get("rope_theta") or fields.get("rope_theta") or (2e6 if kind == "smollm3" else 1e4),
-            stretched=_stretched(rope, positions) if scaling == "llama3" else None,
-            unrotated=_unrotated(fields, sizes["num_hidden_layers"]) if kind == "smollm3" else (),
-            rms_eps=fields.get("rms_norm_eps", 1e-6),
-            norm_offset=float(kind == "gemma"),
-            activation=_ACTIVATIONS[hidden_act],
-            embedding_scale=width**0.5 if kind == "gemma" else 1.0,
-            tie_embeddings=bool(fields.get("tie_word_embeddings", kind in ("gemma", "smollm3"))),
-            attention_bias=kind == "qwen2" or bias,
-            output_bias=kind != "qwen2" and bias,
-            mlp_bias=kind in ("llama", "smollm3") and bool(fields.get("mlp_bias")),
-            qk_norm=kind == "qwen3",
-            max_positions=min(positions, window) if slides and window is not None else positions,
-        )
-    except (TypeError, ValueError, LookupError) as error:
-        raise ModelError(f"{file}: {error}") from error
+    return DecoderConfig(
+        vocab_size=sizes["vocab_size"],
+        hidden_size=width,
+        intermediate_size=sizes["intermediate_size"],
+        num_layers=sizes["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=sizes["num_key_value_heads"],
+        head_dim=fields.get("head_dim") or {"qwen3": 128, "gemma": 256}.get(kind, width // heads),
+        rope_theta=rope.get("rope_theta") or fields.get("rope_theta") or (2e6 if kind == "smollm3" else 1e4),
+        stretched=_stretched(rope, positions) if scaling == "llama3" else None,
+        unrotated=_unrotated(fields, sizes["num_hidden_layers"]) if kind == "smollm3" else (),
+        rms_eps=fields.get("rms_norm_eps", 1e-6),
+        norm_offset=float(kind == "gemma"),
+        activation=_ACTIVATIONS[hidden_act],
+        embedding_scale=width**0.5 if kind == "gemma" else 1.0,
+        tie_embeddings=bool(fields.get("tie_word_embeddings", kind in ("gemma", "smollm3"))),
+        attention_bias=kind == "qwen2" or bias,
+        output_bias=kind != "qwen2" and bias,
+        mlp_bias=kind in ("llama", "smollm3") and bool(fields.get("mlp_bias")),
+        qk_norm=kind == "qwen3",
+        max_positions=min(positions, window) if slides and window is not None else positions,
+    )
+
+
+def _is_number(value: object) -> bool:
+    return value is None or type(value) in (int, float)
 
 
 def _unrotated(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -306,8 +322,13 @@ def _written_config(c: DecoderConfig, eos_id: int | None) -> dict[str, Any]:
 def _weight_files(path: Path) -> dict[str, Path]:
     """Where each tensor of the directory is."""
     if (path / INDEX).exists():
-        weight_map: dict[str, str] = _read_json(path / INDEX).get("weight_map", {})
-        return {name: path / file for name, file in weight_map.items()}
+        named: Any = _read_json(path / INDEX).get("weight_map")
+        try:
+            return {name: path / file for name, file in named.items()}
+        except (AttributeError, TypeError):
+            raise ModelError(
+                f"{path / INDEX} has no weight_map, which says in what file each tensor is: fetch the model again"
+            ) from None
     if not (path / WEIGHTS).exists():
         raise ModelError(f"{path} has neither {WEIGHTS} nor {INDEX}; other formats of weights are not read")
     with _open(path / WEIGHTS) as tensors:
@@ -334,6 +355,8 @@ def _misfit(name: str, tensors: Any, parameters: Mapping[str, Tensor]) -> list[s
         ignored = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
         whose = ", the head of a value model, such as a reward model or a critic" if name == VALUE_HEAD else ""
         return [] if ignored else [f"extra {name}{whose}"]
+    if name not in tensors.keys():  # noqa: SIM118 the library's file is no mapping
+        return [f"missing {name}, which is not in the file that {INDEX} names"]
     view, want = tensors.get_slice(name), list(parameters[name].shape)
     if view.get_shape() != want:
         return [f"misshaped {name}: {view.get_shape()}, expected {want}"]
