@@ -33,4 +33,7 @@ def test_a_mixture_gives_each_dataset_its_share_and_leaves_no_task_out() -> None
 
 def test_weights_that_are_the_sizes_put_one_after_the_other() -> None:
     assert Mixture([FakeDataset(size=7), FakeDataset(size=3)], [7, 3]).counts == (7, 3)
+    for weights in ([1.0, 1e-12], [1e300, 1e-300]):
+        with pytest.raises(DataError, match=r"sources of \[7, 3\] tasks make one pass .* above 67,108,864"):
+            Mixture([FakeDataset(size=7), FakeDataset(size=3)], weights)
     assert Mixture([FakeDataset(size=7), FakeDataset(size=3)], [0.5, 0.5]).counts == (7, 7)

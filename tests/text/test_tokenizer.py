@@ -124,12 +124,7 @@ def test_bad_directories_are_refused_with_what_to_do(tmp_path: Path) -> None:
     absent = byte_level(tmp_path / "absent", special=["<e>"], tokenizer_config={"eos_token": "</s>"})
     with pytest.raises(ModelError, match=r"eos_token '</s>' of .* is not in its vocabulary"):
         load_tokenizer(absent)
-    for content, match in (
-        ("{", "not valid JSON"),
-        ("[]", "must hold a JSON object"),
-        ("{}", "has no `model`"),
-        ('{"model": {}}', "is not a fast tokenizer: "),
-    ):
+    for content, match in (("{", "not valid JSON"), ("[]", "must hold a JSON object"), ("{}", "has no `model`")):
         (no_eos / "tokenizer.json").write_text(content)
         with pytest.raises(ModelError, match=match):
             load_tokenizer(no_eos)

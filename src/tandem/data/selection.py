@@ -39,13 +39,16 @@ class Kept:
         return self._dataset[self._positions[index]]
 
 
+LONGEST_PASS = 1 << 26  # tasks, of which a permutation is made
+
+
 class Mixture:
     """Several datasets as one, of which each gives its share of the tasks. Implements the Dataset port.
 
     weights: shares up to a factor, each above 0. One pass holds every task of every dataset at least once, and is as short as it
     can be then: the dataset that is largest for its share is in it once, and the others come again. Weights that are the sizes
     make it the datasets one after the other. A task's id begins with the number of its dataset, and a repeated one's ends
-    with that of the repeat.
+    with that of the repeat. Raises DataError for weights that make a pass too long.
     """
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> None:
@@ -53,6 +56,12 @@ class Mixture:
         self.name = "+".join(dataset.name for dataset in datasets)
         self._datasets = tuple(datasets)
         passes = max(len(dataset) / weight for dataset, weight in zip(datasets, weights, strict=True))
+        if passes * sum(weights) > LONGEST_PASS:
+            sizes = [len(dataset) for dataset in datasets]
+            raise DataError(
+                f"the weights {list(weights)} of sources of {sizes} tasks make one pass over all of them "
+                f"{passes * sum(weights):.3g} tasks long, above {LONGEST_PASS:,}: bring the weights closer together"
+            )
         self.counts = tuple(
             max(len(dataset), math.floor(weight * passes + 0.5)) for dataset, weight in zip(datasets, weights, strict=True)
         )

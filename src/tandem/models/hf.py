@@ -191,8 +191,8 @@ def _described(fields: Mapping[str, Any]) -> DecoderConfig:
     if not isinstance(hidden_act, str) or hidden_act not in _ACTIVATIONS:
         problems.append(f"hidden_act={hidden_act!r} is not supported, only {', '.join(_ACTIVATIONS)} are")
     # transformers 5 keeps everything about rotary positions in rope_parameters; before, it was spread over two fields.
-    ropes: list[dict[str, Any]] = [fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
-    rope = ropes[0] if ropes else {}
+    ropes: list[Any] = [fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
+    rope: Mapping[str, Any] = ropes[0] if ropes else {}
     if wrong := [other for other in ropes if not isinstance(other, Mapping)]:
         raise ValueError(f"rope_parameters and rope_scaling must be objects, got {wrong[0]!r}")
     if any(rope != other for other in ropes):
