@@ -26,8 +26,8 @@ def model(tmp_path: Path) -> Path:
     decoder = loud(config(vocab_size=tokenizer.vocab_size, max_positions=64))
     with torch.no_grad():
         decoder.model.embed_tokens.weight[tokenizer.vocabulary["<unk>"]].zero_()  # which no text shows
-    save_decoder(decoder, tmp_path / "final", tokenizer.eos_id)
-    tokenizer.save(tmp_path / "final")
+    save_decoder(decoder, tmp_path, tokenizer.eos_id)
+    tokenizer.save(tmp_path)
     return tmp_path
 
 
@@ -53,11 +53,11 @@ def test_answers_are_the_model_s_and_turns_go_on(model: Path) -> None:
     how = Chat(temperature=0.0, max_tokens=5)
     first, second, again = said(model, "abc", "", "dad", "/new", "abc", how=how)
     assert first == again
-    want = greedy(model / "final", "abc", 5)
+    want = greedy(model, "abc", 5)
     assert first in (want, f"{want} (cut off after 5 tokens)")
     so_far = [Message("user", "abc"), Message("assistant", want), Message("user", "dad")]
-    rendered = TemplateRenderer(load_tokenizer(model / "final")).opening(so_far)
-    assert second.split(" ")[0] == greedy(model / "final", load_tokenizer(model / "final").decode(rendered, skip_special=False), 5)
+    rendered = TemplateRenderer(load_tokenizer(model)).opening(so_far)
+    assert second.split(" ")[0] == greedy(model, load_tokenizer(model).decode(rendered, skip_special=False), 5)
 
 
 def test_a_system_message_comes_first_and_seeds_differ(model: Path) -> None:
@@ -89,6 +89,6 @@ def test_what_is_wrong_is_said(model: Path, tmp_path: Path) -> None:
         said(tmp_path / "nowhere", how=Chat())
     with pytest.raises(ConfigError, match="sampling parameter temperature=-1 must be 0"):
         said(model, how=Chat(temperature=-1))
-    (model / "final" / "chat_template.jinja").unlink()
+    (model / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match="has no chat template"):
         said(model, how=Chat())

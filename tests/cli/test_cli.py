@@ -87,6 +87,7 @@ def test_eval_takes_a_recipe_or_a_run(run: Run, launch: Launch) -> None:
     run_directory = Path("runs/one")
     run_directory.mkdir(parents=True)
     (run_directory / "config.yaml").write_text("seed: 8\n", encoding="utf-8")
+    (run_directory / "final").mkdir()
     assert run("eval", "r.yaml")[0] == 0
     assert run("eval", "r.yaml", "--model", "m", "seed=4")[0] == 0
     assert run("eval", "runs/one")[0] == 0

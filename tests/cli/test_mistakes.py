@@ -122,6 +122,14 @@ def other_tensors(directory: Path) -> None:
     safetensors.torch.save_file(weights, directory / "model.safetensors")
 
 
+UNENDED = ("begun has no final/", "--resume", "tandem export begun DIRECTORY")
+
+
+def begun(here: Path, finished: Path) -> None:
+    """A run that was stopped."""
+    shutil.rmtree(shutil.copytree(finished, here / "begun") / "final")
+
+
 def other_vocabulary(here: Path, finished: Path) -> None:
     """A teacher whose last character has another id."""
     tokenizer = json.loads((shutil.copytree(finished / "final", here / "other") / "tokenizer.json").read_text())
@@ -370,6 +378,8 @@ MISTAKES: dict[str, Mistake] = {
     "no such run to show": Mistake("show no/such", ("no/such", "config.yaml")),
     "no directory of runs": Mistake("runs no/such", ("no directory no/such",)),
     "no run to measure": Mistake("eval no/such", ("no/such", "No such file")),
+    "a run to measure that has not ended": Mistake("eval begun", UNENDED, made=begun),
+    "a run to talk with that has not ended": Mistake("chat begun", UNENDED, made=begun),
     "no run to export": Mistake("export no/such out", ("no/such", "config.yaml")),
 }
 

@@ -60,8 +60,8 @@ def run_in(directory: Path, *, ended: bool = False, losses: bool = False) -> Pat
     return directory
 
 
-def said(what: Callable[[Console], None]) -> str:
-    console = Console(width=160, force_terminal=False, record=True, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+def said(what: Callable[[Console], None], width: int = 160) -> str:
+    console = Console(width=width, force_terminal=False, record=True, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     what(console)
     console.file.close()
     return console.export_text()
@@ -105,6 +105,19 @@ def test_the_table_says_where_each_run_stands(tmp_path: Path, monkeypatch: pytes
     assert [
         words for words in ("not YAML", "is no mapping", "f[bold]", "is not the summary", "has no step") if words not in text
     ] == []
+
+
+def test_the_table_is_read_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = run_in(Path("runs/some-experiment"), ended=True)
+    metrics = AppendLog(run / "metrics.jsonl")
+    for step in range(3, 300):
+        metrics.append({"step": step, "time": 1.0, "reward/mean": step / 300})
+    metrics.close()
+    lines = said(lambda console: console.print(table_of([run])), width=80).splitlines()
+    cells = [cell.strip() for cell in next(line for line in lines if "grpo" in line).split("│")[1:-1]]
+    assert cells[1:7] == ["grpo", "0", "finished", "299/4", "25.0%", "75.0%"]
+    assert len(cells[7]) == 8
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,12 @@ class Chat:
 
 
 def chat(model: Path, how: Chat, console: Console, lines: Iterable[str] | None = None) -> None:
-    """model: a Hugging Face directory, or that of a run, whose final/ is taken. lines: what the user says; null is standard input.
+    """model: a Hugging Face directory. lines: what the user says; null is standard input.
 
     Raises ModelError for a directory without a model, a tokenizer or a chat template, ConfigError for values out of range.
     """
-    path, params = model / "final" if (model / "final").is_dir() else model, how.params
-    decoder, renderer = load_decoder(path, getattr(torch, how.dtype)), TemplateRenderer(load_tokenizer(path))
+    params = how.params
+    decoder, renderer = load_decoder(model, getattr(torch, how.dtype)), TemplateRenderer(load_tokenizer(model))
     context = min(decoder.config.max_positions, _CONTEXT)
     engine = NativeEngine(decoder, renderer.text, NativeConfig(slots=1, max_context=context, chunk_tokens=1), exact=False)
     shown = _Shown(renderer.text, console)

@@ -161,8 +161,8 @@ def evaluate(recipe: Path, overrides: tuple[str, ...], model: Path | None) -> No
       tandem eval recipes/quickstart.yaml --model runs/quickstart/final
     """
     if recipe.is_dir():
-        model = model or recipe / "final"
-        recipe = _config_of(recipe)
+        run, recipe = recipe, _config_of(recipe)
+        model = model or _final_of(run)
     resolved = load(recipe, overrides)
     from tandem import launch
 
@@ -225,7 +225,8 @@ def chat(model: Path, temperature: float, max_tokens: int, seed: int, system: st
     from tandem.assemble.chat import Chat
     from tandem.assemble.chat import chat as talk
 
-    talk(model, Chat(temperature, max_tokens, seed, system, dtype), Console())
+    path = _final_of(model) if (model / "config.yaml").is_file() else model
+    talk(path, Chat(temperature, max_tokens, seed, system, dtype), Console())
 
 
 @tandem.command("import")
@@ -370,6 +371,15 @@ def doctor() -> int:
 
 for _group in (data, reward, sandbox):
     tandem.add_command(_group)
+
+
+def _final_of(run: Path) -> Path:
+    if not (run / "final").is_dir():
+        raise ConfigError(
+            f"{run} has no final/, which a run leaves at its end: go on with it (--resume), or write the model of a snapshot with "
+            f"`tandem export {run} DIRECTORY`"
+        )
+    return run / "final"
 
 
 def _config_of(run: Path) -> Path:

@@ -25,7 +25,7 @@ from tandem.types import Json
 
 State = Literal["running", "finished", "stopped"]
 _BARS = "▁▂▃▄▅▆▇█"
-_WIDTH = 24
+_WIDTH, _NARROW = 24, 8  # characters of a sparkline: by itself, and in a table that fits into 80
 _SHOWN = (
     "train/entropy",
     "train/grad_norm",
@@ -114,8 +114,9 @@ def find_runs(place: Path) -> list[Path]:
 def table_of(places: Sequence[Path]) -> Table:
     """A line a run: where it stands, its held-out value before and now, and how its training went."""
     table = Table()
-    for heading in ("run", "algorithm", "seed", "state"):
-        table.add_column(heading, overflow="fold")
+    table.add_column("run", overflow="fold")
+    for heading, width in (("algorithm", 4), ("seed", 4), ("state", len("finished"))):
+        table.add_column(heading, overflow="fold", min_width=width)
     for heading in ("steps", "before", "now"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("training", no_wrap=True)
@@ -132,7 +133,7 @@ def table_of(places: Sequence[Path]) -> Table:
                 f"[{style}]{run.state}[/]",
                 steps,
                 *levels,
-                sparkline(curve.training) if curve else "",
+                sparkline(curve.training, _NARROW) if curve else "",
             )
         except TandemError as problem:
             told = ("", "", f"[red]{escape(str(problem))}[/]")
