@@ -7,6 +7,7 @@ and what passes between them. Nothing is built here: `assemble` does that.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ from tandem.trainer.schedule import Mode, Schedule, TooOld, schedule
 from tandem.trainer.source import RolloutConfig
 from tandem.types import Json, SamplingParams
 
+_LONGEST_NAME = 255  # bytes, of a file on Linux
+
 
 @dataclass(frozen=True)
 class RunSection:
@@ -45,6 +48,11 @@ class RunSection:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
         if self.name in ("", "..") or Path(self.name).name != self.name:
             raise ValueError(f"name={self.name!r} must be one plain directory name; use dir for a path")
+        for part in self.directory.parts:
+            if "\0" in part or len(os.fsencode(part)) > _LONGEST_NAME:
+                raise ValueError(
+                    f"{part[:40]!r}, of {len(part)} characters, can be the name of no directory: choose another name or dir"
+                )
 
     @property
     def directory(self) -> Path:

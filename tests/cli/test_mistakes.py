@@ -55,9 +55,10 @@ def trained_on(name: str, content: str, *says: str) -> Mistake:
 ONE_TURN = "'agent={name: single_turn, env: null}'"
 
 
-def late(prompt: object) -> str:
+def late(prompt: object, **more: object) -> str:
     """A file whose last prompt this is."""
-    return "".join(f'{{"prompt": "{i}+1=", "answer": "1"}}\n' for i in range(99)) + json.dumps({"prompt": prompt, "answer": "1"})
+    rows = [{"prompt": f"{i}+1=", "answer": "1"} | more for i in range(99)] + [{"prompt": prompt, "answer": "1"}]
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def asked_late(prompt: object, *says: str) -> Mistake:
@@ -295,6 +296,14 @@ MISTAKES: dict[str, Mistake] = {
     "a late task with characters that the tokenizer has not": asked_late("7 plus 2?", "task 'late-99'", "'7 plus 2?'"),
     "a late task that is longer than the context": asked_late("1+" * 40, "task 'late-99'", "80 tokens and the context 64"),
     "a late task that asks nothing": asked_late([{"role": "assistant", "content": "1"}], "task 'late-99'", "has no tokens"),
+    "a late demonstration that is longer than the context": train(
+        f"algorithm=sft reward=null {ONE_TURN} {NOT_A_TASK} data.train.path=late.jsonl learner.minibatches=1",
+        "task 'late-99'",
+        "81 tokens, above max_context=64",
+        files={
+            "late.jsonl": late([{"role": "user", "content": "1+" * 30}, {"role": "assistant", "content": "1" * 20}], completion="1")
+        },
+    ),
     "a held-out task that is longer than the context": train(
         f"{ONE_TURN} data.heldout.task=null data.heldout.path=late.jsonl evaluation.tasks=100",
         "task 'late-99'",
@@ -364,6 +373,8 @@ MISTAKES: dict[str, Mistake] = {
         "logs=[trackio]", "needs the package 'trackio'", "pip install 'tandem-rl[trackio]'", without="trackio"
     ),
     "a run that leaves its directory": train("run.dir=null run.name=..", "name='..'"),
+    "a run with too long a name": train(f"run.dir=null run.name={'a' * 300}", "run: 'aaaa", "of 300 characters"),
+    "a run whose directory has a zero in it": train("'run.dir=\"a\\0b\"'", "run: 'a\\x00b'"),
     "a run in a file": train("run.dir=notes/run", "notes is no directory", "run.dir", files={"notes": "precious"}),
     "a run where nothing can be written": train("run.dir=/proc/run", "/proc/run", "nothing can be written", "run.dir"),
     "a run in a directory of something else": train("", "run is not empty", "run.dir", made=precious),

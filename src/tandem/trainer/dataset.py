@@ -118,6 +118,9 @@ def _packed(keys: Sequence[Key], rendered: Sequence[tuple[tuple[int, ...], tuple
     )
 
 
+LOOKED_AT = 1024  # tasks whose rows are made before a run begins, in a second or two
+
+
 class DatasetSource:
     """Implements ports.Source over the rows that `maker` makes of each task."""
 
@@ -133,11 +136,12 @@ class DatasetSource:
         space: str = "demonstrations",
         shuffled: bool = True,
     ) -> None:
-        """Raises DataError where the first task cannot be trained on; the others are looked at when their turn comes."""
+        """Raises DataError where one of the first LOOKED_AT tasks cannot be trained on; others are looked at when they come."""
         self._dataset, self._maker, self._queue = dataset, maker, queue
         self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}", shuffled=shuffled)
         self._intake = Intake(queue, space, tasks_per_step, schedule("sync"), policy)
-        task_rows(dataset, 0, maker, GroupKey(space, 0))
+        for index in range(min(LOOKED_AT, len(dataset))):
+            task_rows(dataset, index, maker, GroupKey(space, index))
 
     @property
     def columns(self) -> frozenset[str]:
