@@ -168,6 +168,13 @@ def test_json_schema_refuses_what_is_no_schema_and_fetches_nothing() -> None:
         ("The answer is $(x+1)^2$", "$x^2+2x+1$", 1),
         ("\\boxed{3}", "\\frac{1}{2}", 0),
         ("I do not know", "\\frac{1}{2}", 0),
+        ("\\boxed{0.333333}", "\\frac{1}{3}", 1),
+        ("\\boxed{0.33333}", "\\frac{1}{3}", 0),
+        ("\\boxed{2:3}", "2", 0),
+        ("\\boxed{(1,2]}", "(1,2)", 0),
+        ("\\boxed{\\{2,1\\}}", "\\{1,2\\}", 1),
+        ("\\boxed{50\\%}", "0.5", 1),
+        ("\\boxed{5}", "-5", 0),
     ],
 )
 def test_math_compares_formulas(text: str, answer: str, expected: float) -> None:

@@ -102,6 +102,11 @@ def test_a_character_outside_the_vocabulary_is_named_with_its_text() -> None:
     assert character_tokenizer("1").encode("1<unk>") == (2, 1)  # the text spells it out
 
 
+def test_half_a_character_is_refused() -> None:
+    with pytest.raises(DataError, match=r"the text '1\\ud800' has half a character"):
+        character_tokenizer("12").encode("1\ud800")
+
+
 @pytest.mark.parametrize(
     ("options", "match"), [({"pad": "<eos>"}, "distinct"), ({"characters": ""}, "at least one"), ({"unk": "<eos>"}, "distinct")]
 )

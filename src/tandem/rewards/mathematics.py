@@ -17,6 +17,8 @@ _library = cast("Any", math_verify)
 def mathematics(task: Task, group: Sequence[Episode]) -> list[float]:
     r"""1 where the formula of the last assistant turn equals the task's answer: 1/2, \frac{1}{2} and 0.5 are the same.
 
+    Numbers that agree to six decimals are equal: 0.333333 is 1/3, and 0.0000001 is 0.0000002.
+
     Of a text it is what stands in \boxed{}, or else the last formula. The answer is LaTeX, with or without dollar signs.
     """
     answer = str(answer_of(task))

@@ -86,7 +86,7 @@ class Tokenizer:
         """Ids of `text`; special tokens only where the text spells them out.
 
         beginning: False for a part that goes on after other tokens. Raises DataError for a character that the
-        vocabulary does not have.
+        vocabulary does not have, and for half of one.
         """
         if not beginning and self._marks_beginning:
             return self._ids(self.specials["eos_token"] + text)[1:]
@@ -106,7 +106,11 @@ class Tokenizer:
             (path / "chat_template.jinja").write_text(self._template, encoding="utf-8")
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        except TypeError:  # as the library has it
+            shown = ascii(_shortened(text))
+            raise DataError(f"the text {shown} has half a character, which no token is: give text that was read as UTF-8") from None
         if self._unk_id is not None and self._unk_id in encoding.ids:
             for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
                 if i == self._unk_id and text[start:end] != self.specials["unk_token"]:
