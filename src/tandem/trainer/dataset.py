@@ -118,7 +118,7 @@ def _packed(keys: Sequence[Key], rendered: Sequence[tuple[tuple[int, ...], tuple
     )
 
 
-LOOKED_AT = 1024  # tasks whose rows are made before a run begins, in a second or two
+LOOKED_AT = 1024  # tasks whose rows are made before a run begins, in a few seconds
 
 
 class DatasetSource:
