@@ -243,8 +243,8 @@ async def measure(case: Case, updates: int, rank: int, directory: Path) -> dict[
     found |= {"cpu_s_here": here_s / updates, "cpu_s_below": below_s / updates}
     metrics = record.metrics + engine.metrics().prefixed("engine")
     await engine.close()
-    wanted = ("time/", "engine/")
-    return found | {name: value / updates for name, value in metrics.values_by_name().items() if name.startswith(wanted)}
+    wanted = {name: metric for name, metric in metrics.items() if name.startswith(("time/", "engine/", "staleness/", "mismatch/"))}
+    return found | {name: metric.value / (updates if metric.reduction == "sum" else 1) for name, metric in wanted.items()}
 
 
 def run_case(name: str, updates: int, rank: int, meet: str | None) -> dict[str, float]:
