@@ -4,12 +4,12 @@
     python benchmarks/runtime.py  # the last line is JSON; exits with 1 where a ratio is below its floor
 
 Handing over: 64 MB of columns lie in the queue of this process, where rows were put group by group and leased together. Two
-workers fetch their rows by handle and write columns of the same size back, which the queue then has. Peers, in rounds of the
-same run that take turns: one copy of those columns to pages that are there; put and get of them in Ray's object store, in this
-process; and verl 0.9.1, whose two Ray workers get the same bytes as a DataProto and return them (DP_COMPUTE_PROTO), without a
-row of padding. The best of all rounds counts, since noise only adds time. Three processes copy at the same time, so two cores
-have to be free for a moment; joining rows, which the queue does before (take_ms) and any runtime pays, is left out. A ratio is the
-other's time by Tandem's; of an empty call and of a worker's start, a given time by Tandem's.
+workers fetch their rows by handle and write columns of the same size back, which the queue then has. Peers, in rounds that take
+turns: for processes, one copy of those columns to pages that are there; for actors, with Ray's own processes beside, put and get
+of them in Ray's object store, in this process, and verl 0.9.1, whose two Ray workers get the same bytes as a DataProto and return
+them (DP_COMPUTE_PROTO), without a row of padding. The best of all rounds counts, since noise only adds time. Three processes copy
+at the same time, so two cores have to be free for a moment; joining rows, which the queue does before (take_ms) and any runtime
+pays, is left out. A ratio is the other's time by Tandem's; of an empty call and of a worker's start, a given time by Tandem's.
 """
 
 from __future__ import annotations
@@ -155,18 +155,29 @@ def verl_group() -> Any:
     return on_ray.RayWorkerGroup(pool, on_ray.RayClassWithInitArgs(import_module("ray").remote(Same)))
 
 
-async def handing(best: Times) -> None:
-    ray = import_module("ray")  # not above, where each worker process would import it too
+async def to_processes(best: Times) -> None:
     ordinals = count()
-    rows = batch(ordinals)
+    rows, queue = batch(ordinals), MemoryQueue(join=shared)
     targets = {name: torch.ones_like(column) for name, column in rows.batch.items()}
-    value = [column.numpy() for column in rows.batch.values()]
-    theirs = verl_group()
-    tables = import_module("verl").DataProto.from_dict({name: column.view(ROWS, -1) for name, column in rows.batch.items()})
 
     async def memcpy() -> None:
         for name, column in rows.batch.items():
             targets[name].copy_(column)
+
+    async with processes(queue) as group:
+        for _ in range(ROUNDS):
+            await timed(best, "process_update", lambda: group.call(Worker.update, rows.ref()), CALLS)
+            await timed(best, "memcpy", memcpy)
+            await hand_over(best, "process", queue, group, rows, ordinals)
+
+
+async def to_actors(best: Times) -> None:
+    ray = import_module("ray")  # not above, where each worker process would import it too
+    ordinals = count()
+    rows = batch(ordinals)
+    value = [column.numpy() for column in rows.batch.values()]
+    theirs = verl_group()
+    tables = import_module("verl").DataProto.from_dict({name: column.view(ROWS, -1) for name, column in rows.batch.items()})
 
     async def put_get() -> None:
         ray.get(ray.put(value))
@@ -174,16 +185,12 @@ async def handing(best: Times) -> None:
     async def verl() -> None:
         assert len(theirs.same(tables)) == ROWS
 
-    local, remote = MemoryQueue(join=shared), MemoryQueue(join=import_module("tandem.runtime.objects").shared)
-    ref = rows.ref()
-    async with processes(local) as group, actors(remote) as far_group:
+    remote = MemoryQueue(join=import_module("tandem.runtime.objects").shared)
+    async with actors(remote) as group:
         for _ in range(ROUNDS):
-            await timed(best, "process_update", lambda: group.call(Worker.update, ref), CALLS)
-            await timed(best, "ray_update", lambda: far_group.call(Worker.update, ref), CALLS)
-            await timed(best, "memcpy", memcpy)
-            await hand_over(best, "process", local, group, rows, ordinals)
+            await timed(best, "ray_update", lambda: group.call(Worker.update, rows.ref()), CALLS)
             await timed(best, "put_get", put_get)
-            await hand_over(best, "ray", remote, far_group, rows, ordinals)
+            await hand_over(best, "ray", remote, group, rows, ordinals)
             await timed(best, "verl", verl)
 
 
@@ -195,7 +202,12 @@ async def measured() -> Times:
         await timed(best, "inline_update", lambda: inline.call(Worker.update, ref), CALLS)
     best["first_ready"] = await ready()
     best["next_ready"] = await ready()
-    await handing(best)
+    await to_processes(best)
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    ray = import_module("ray")
+    ray.init("local", num_cpus=64, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    await to_actors(best)
+    ray.shutdown()
     return best
 
 
@@ -217,11 +229,7 @@ def main() -> int:
     except ModuleNotFoundError as error:
         print(f"the peer is missing ({error}): pip install verl==0.9.1 in an environment of its own", file=sys.stderr)
         return 2
-    ray = import_module("ray")
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    ray.init("local", num_cpus=64, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     best = asyncio.run(measured())
-    ray.shutdown()
     print({f"{name}_ms": round(1000 * seconds, 3) for name, seconds in best.items()}, file=sys.stderr)
     return import_module("lines").publish("runtime", claimed(best))
 
