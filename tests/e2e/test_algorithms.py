@@ -38,13 +38,13 @@ from tandem.types import RewardResult
 
 def parts(task, group):
     right = exact_match(task, group)
-    numbers = [float(episode.completion.strip().lstrip("-").isdigit()) for episode in group]
-    return [RewardResult(r, {"right": r, "number": n}) for r, n in zip(right, numbers, strict=True)]
+    asked = [float(any(message.role == "tool" for message in episode.messages)) for episode in group]
+    return [RewardResult(r, {"right": r, "asked": a}) for r, a in zip(right, asked, strict=True)]
 """
 CRITIC = ["critic.train.lr=5.0e-3", "critic.warmup_steps=8", "trainer.steps=24"]
 EXTRA = {
     "dr_grpo": ["algorithm.length_constant=16.0"],
-    "gdpo": ["reward.function=DIRECTORY/parts.py:parts", "reward.components=[right,number]"],
+    "gdpo": ["reward.function=DIRECTORY/parts.py:parts", "reward.components=[right,asked]"],
     "prime": ["process_model.train.lr=1.0e-3"],
     "ppo": CRITIC,
     "turn_ppo": CRITIC,
