@@ -20,22 +20,21 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
-import torch
 import torch.distributed as dist
+from lines import machine, row
 
 import tandem.assemble.workers
 from tandem.assemble.model import build_model
@@ -280,16 +279,6 @@ def in_processes(name: str, updates: int) -> dict[str, float]:
     return mean | {"samples_per_s": sum(each["samples_per_s"] for each in found)}
 
 
-def machine() -> dict[str, Any]:
-    return {
-        "cores": os.cpu_count(),
-        "processor": platform.machine(),
-        "load": os.getloadavg()[0],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=5)
@@ -303,7 +292,7 @@ def main() -> int:
         print(json.dumps(run_case(given.case, given.updates, given.rank, given.meet)))
         return 0
     rounds: list[dict[str, dict[str, float]]] = []
-    at_start = machine()
+    load = os.getloadavg()[0]  # before this one's own
     for index in range(given.rounds):
         found = rounds.append({}) or rounds[-1]
         for name, case in CASES.items():
@@ -313,13 +302,14 @@ def main() -> int:
     ratios: dict[str, dict[str, float]] = {}
     for claim in CLAIMS:
         rates = [{name: each["samples_per_s"] for name, each in found.items()} for found in rounds]
-        ratio = statistics.median(each[claim.case] / max(each[name] for name in claim.against) for each in rates)
-        ratios.setdefault(claim.mode, {})[claim.name] = round(ratio, 3)
-        rows.append(asdict(claim) | {"ratio": round(ratio, 3), "pass": ratio >= claim.floor})
+        found = [each[claim.case] / max(each[name] for name in claim.against) for each in rates]
+        rows.append(row(f"{claim.mode}, {claim.name}", " or ".join(claim.against), found, claim.floor, claim.stretch))
+        ratios.setdefault(claim.mode, {})[claim.name] = rows[-1]["ratio"]
     medians = {
         name: {key: round(statistics.median(found[name][key] for found in rounds), 3) for key in rounds[0][name]} for name in CASES
     }
-    result = {"benchmark": "modes", "machine": at_start, "rounds": given.rounds, "updates": given.updates, "cases": medians}
+    result = {"benchmark": "modes", "machine": machine(), "load": round(load, 1), "num_rounds": given.rounds}
+    result |= {"updates": given.updates, "cases": medians}
     line = json.dumps(result | {"rows": rows, "ratio_to_sync": ratios})
     if given.json is not None:
         given.json.write_text(line + "\n", encoding="utf-8")
