@@ -1,8 +1,10 @@
-"""The contract of ports.TrainEngine: every training engine and the fake keep it."""
+"""The contract of ports.TrainEngine: every training engine and the fake keep it, and one that lives in a worker."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,23 @@ from tandem import device
 from tandem.algos.columns import loss_ref
 from tandem.algos.table import configure
 from tandem.data_proto import DataProto
+from tandem.device import Hardware
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
 from tandem.models.decoder import Decoder, init_decoder
 from tandem.models.lora import add_lora
 from tandem.models.values import VALUE_HEAD, ValueModel
 from tandem.ports import TrainEngine
+from tandem.runtime.placement import ResourcePool, place
+from tandem.runtime.pool import Runtime
+from tandem.runtime.process import Processes
+from tandem.runtime.ray import RayCluster
 from tandem.train.config import TrainConfig
 from tandem.train.fake import FakeTrainEngine
 from tandem.train.fsdp import FsdpConfig, fsdp_engine
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import Key, LossRef
+from tests.runtime.ray_cluster import cluster
+from tests.train.away import maker
 from tests.train.rows import LORA, TINY, VOCAB, make_rows, tiny_auto, tiny_decoder
 
 SFT = loss_ref(configure("sft"))
@@ -108,17 +117,48 @@ POLICIES = {
     "fsdp": Subject(make_fsdp),
     "fake": Subject(make_fake),
 }
-ALL = {**POLICIES, "values": Subject(make_values, "values", VALUE, "returns", loss_ref(configure("value", {"value_clip": None})))}
+HERE = {**POLICIES, "values": Subject(make_values, "values", VALUE, "returns", loss_ref(configure("value", {"value_clip": None})))}
 
 
-@pytest.fixture(params=ALL.values(), ids=ALL)
+@contextmanager
+def hosted(runtime: Runtime) -> Iterator[Subject]:
+    """Engines in a worker of a pool of one rank."""
+    group = runtime.group("policy", "pool", "tests.train.away:Host", collectives=True)
+    with asyncio.Runner() as runner:
+        runner.run(runtime.__aenter__())
+        yield Subject(maker(runner, group, make_fsdp))
+        runner.run(runtime.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module", name="process")
+def _process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    with hosted(Processes(place([POOL], Hardware(cores=1)), tmp_path_factory.mktemp("logs"))) as subject:
+        yield subject
+
+
+@pytest.fixture(scope="module", name="ray")
+def _ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    cluster()
+    with hosted(RayCluster([POOL], tmp_path_factory.mktemp("logs"))) as subject:
+        yield subject
+
+
+POOL = ResourcePool("pool", 1)
+AWAY = ["process", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+
+
+def found(name: str, request: pytest.FixtureRequest) -> Subject:
+    return HERE[name] if name in HERE else request.getfixturevalue(name)
+
+
+@pytest.fixture(params=[*HERE, *AWAY])
 def make(request: pytest.FixtureRequest) -> Subject:
-    return request.param
+    return found(request.param, request)
 
 
-@pytest.fixture(params=POLICIES.values(), ids=POLICIES)
+@pytest.fixture(params=[*POLICIES, *AWAY])
 def policy(request: pytest.FixtureRequest) -> Subject:
-    return request.param
+    return found(request.param, request)
 
 
 def rows() -> DataProto:
