@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 from tandem.registry import resolve
-from tandem.runtime.dispatch import Call, checked, gather, registered, scatter
+from tandem.runtime.dispatch import Call
+from tandem.runtime.group import Group
 from tandem.runtime.placement import Rank
-
-P = ParamSpec("P")
-R = TypeVar("R")
-W = TypeVar("W")
 
 
 class Inline:
@@ -34,7 +31,7 @@ class Inline:
         """Nothing was started."""
 
 
-class InlineGroup:
+class InlineGroup(Group):
     """Implements ports.WorkerGroup over live workers, one a rank; methods are found by name on the live worker.
 
     replicas: how many neighbours share their rows.
@@ -42,25 +39,12 @@ class InlineGroup:
 
     def __init__(self, workers: Sequence[object], *, replicas: int = 1) -> None:
         self._workers = tuple(workers)
-        self._replicas = checked(self.size, replicas)
+        super().__init__(len(self._workers), replicas)
 
-    @property
-    def size(self) -> int:
-        return len(self._workers)
-
-    async def call(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        name, dispatch, collect = registered(method)
-        results = await self._all(name, scatter(dispatch, args, kwargs, self.size, self._replicas))
-        return gather(results, dispatch, collect, self._replicas, (args, kwargs))
-
-    async def call_each(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        return await self._all(registered(method)[0], [(args, kwargs)] * self.size)
-
-    async def _all(self, name: str, calls: Sequence[Call]) -> list[Any]:
-        """Of the first ranks, as many as there are calls."""
-        return await asyncio.gather(*(self._on(worker, name, call) for worker, call in zip(self._workers, calls, strict=False)))
+    async def _all(self, method: str, calls: Sequence[Call]) -> list[Any]:
+        return await asyncio.gather(*(self._on(worker, method, call) for worker, call in zip(self._workers, calls, strict=False)))
 
     @staticmethod
-    async def _on(worker: object, name: str, call: Call) -> Any:
+    async def _on(worker: object, method: str, call: Call) -> Any:
         args, kwargs = call
-        return await getattr(worker, name)(*args, **kwargs)
+        return await getattr(worker, method)(*args, **kwargs)

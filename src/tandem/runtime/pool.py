@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from tandem.device import Address
 from tandem.errors import RunError, StalledError, WorkerError
 from tandem.faults import crash_point
-from tandem.runtime.dispatch import Call, checked, gather, registered, scatter
+from tandem.runtime.dispatch import Call
+from tandem.runtime.group import Group
 from tandem.runtime.placement import Rank
 from tandem.runtime.worker import Build, Do, Join, Order
-
-P = ParamSpec("P")
-R = TypeVar("R")
-W = TypeVar("W")
 
 _SLICES = 10  # an event loop that is busy with something else uses up one of them and not the limit
 _PEERS_LIMIT_S = 5.0  # that ranks have to finish a call which failed on another, before they count as stuck
@@ -178,18 +175,14 @@ class Pool(ABC, Generic[M]):
         await self._ended
 
 
-class PoolGroup:
+class PoolGroup(Group):
     """Implements ports.WorkerGroup over the processes of a pool; made by `Runtime.group`."""
 
     def __init__(self, role: str, pool: Pool[Any], replicas: int, collectives: bool) -> None:
+        super().__init__(len(pool), replicas)
         self._role = role
         self._pool = pool
-        self._replicas = checked(len(pool), replicas)
         self._collectives = collectives
-
-    @property
-    def size(self) -> int:
-        return len(self._pool)
 
     async def build(self, factory: str, arguments: tuple[object, ...]) -> None:
         """Makes the worker of each rank, in its process."""
@@ -199,18 +192,9 @@ class PoolGroup:
         builds = [Build(self._role, rank, factory, arguments, self._collectives) for rank in ranks]
         await self._pool.order(f"building the workers of {self._role}", builds, stuck=self._collectives)
 
-    async def call(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        name, dispatch, collect = registered(method)
-        results = await self._all(name, scatter(dispatch, args, kwargs, self.size, self._replicas))
-        return gather(results, dispatch, collect, self._replicas, (args, kwargs))
-
-    async def call_each(self, method: Callable[Concatenate[W, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        return await self._all(registered(method)[0], [(args, kwargs)] * self.size)
-
-    async def _all(self, name: str, calls: Sequence[Call]) -> list[Any]:
-        """Of the first ranks, as many as there are calls."""
-        made = {id(call): Do(self._role, name, *call) for call in calls}
-        return await self._pool.order(f"{self._role}.{name}", [made[id(call)] for call in calls], stuck=self._collectives)
+    async def _all(self, method: str, calls: Sequence[Call]) -> list[Any]:
+        made = {id(call): Do(self._role, method, *call) for call in calls}
+        return await self._pool.order(f"{self._role}.{method}", [made[id(call)] for call in calls], stuck=self._collectives)
 
 
 class Runtime(ABC):
