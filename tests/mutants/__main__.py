@@ -1,4 +1,4 @@
-"""`python -m tests.mutants [MODULE]`: the fate of every mutant, or of those of one module; writes docs/mutation.md.
+"""`python -m tests.mutants [MODULE ...]`: the fate of every mutant, or of those of some modules; writes docs/mutation.md.
 
 WORKERS in the environment is how many run at once (1). Exits with 1 where fewer than 95 % are killed, or a reason in
 equivalent.toml is for a mutant that is killed or no longer made.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
@@ -17,10 +18,10 @@ from tests.mutants.mutations import Mutant
 from tests.mutants.runner import Fate, check, sources
 
 
-def main(only: str | None) -> int:
+def main(only: Sequence[str]) -> int:
     chosen = sources(only)
-    if not chosen:
-        raise SystemExit(f"no module {only!r} is mutated; there are {', '.join(source.module for source in sources())}")
+    if unknown := sorted({*only} - {source.module for source in chosen}):
+        raise SystemExit(f"no module {unknown[0]!r} is mutated; there are {', '.join(source.module for source in sources())}")
     why = page.reasons()
     fates: dict[str, dict[str, Fate]] = {source.module: {} for source in chosen}
     results = page.read() if only else {}
@@ -43,7 +44,11 @@ def main(only: str | None) -> int:
         check(chosen, int(os.environ.get("WORKERS") or 1), tell)
     found = {source.module: results[source.module] for source in chosen if source.mutants}
     survivors = {name for each in found.values() for name in each.survivors}
-    stale = [name for name in why if name not in survivors and (not only or name.startswith((f"{only}.", f"{only}:")))]
+    stale = [
+        name
+        for name in why
+        if name not in survivors and name.startswith(tuple(f"{module}{end}" for module in found for end in ".:"))
+    ]
     for name in stale:
         console.print(f"equivalent.toml explains a mutant that does not survive: {name}", markup=False, highlight=False)
     unexplained = len(survivors - why.keys())
@@ -52,4 +57,4 @@ def main(only: str | None) -> int:
     return int(page.score(found) < page.NEEDED or bool(stale))
 
 
-sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else None))
+sys.exit(main(sys.argv[1:]))

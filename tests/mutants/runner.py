@@ -2,8 +2,9 @@
 
 Where a fault lies in a function, the fork gives that function its new code, and runs tests of that line. What has run when
 the modules were imported (defaults, constants, the table and what completes it) does not notice: there the fork imports
-everything again, with the fault in it, and runs all tests. A mutant is killed by the first failing test, or by using more
-processor time than any test needs. One that cannot be imported is stillborn, and not counted.
+everything again, with the fault in it, and runs all tests. Tests that have killed a neighbour go first, so that only survivors
+meet all of them. A mutant is killed by the first failing test, or by using more processor time than any test needs. One that
+cannot be imported is stillborn, and not counted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import itertools
 import os
 import pickle
 import resource
@@ -46,6 +48,8 @@ MADE_AT_IMPORT = {"rows", "functions", "composition", "columns", "table", "terms
 """Modules whose functions have run when the table is imported, and are not noticed afterwards."""
 SECONDS = 60
 """Of processor time. All tests together take a fifth of it."""
+MOST_KILLERS = 12
+"""So many tests go first where everything is imported again."""
 
 
 class Fate(IntEnum):
@@ -57,10 +61,10 @@ class Fate(IntEnum):
     HANGS = 13
 
 
-def sources(only: str | None = None) -> list[Source]:
-    """Of every module that is mutated, or of one."""
+def sources(only: Sequence[str] = ()) -> list[Source]:
+    """Of every module that is mutated, or of these."""
     found = [Source(f"{PACKAGE}.{path.stem}", path) for path in sorted((ROOT / "src/tandem/algos").glob("*.py"))]
-    return [each for each in found if each.path.stem not in EXCLUDED and only in (None, each.module)]
+    return [each for each in found if each.path.stem not in EXCLUDED and (not only or each.module in only)]
 
 
 def check(chosen: Sequence[Source], workers: int, tell: Callable[[Mutant, Fate], None]) -> None:
@@ -112,25 +116,61 @@ class _Parent(_Quick):
             seconds[item.path] += tests[item.nodeid].seconds
         by_file = sorted(session.items, key=lambda item: (seconds[item.path], tests[item.nodeid].seconds))
         anew = [item.nodeid for item in by_file]
-        if _in_fork(lambda: _run_anew(None, anew)) != Fate.SURVIVED:
+        if _in_fork(lambda: _run_anew(None, [*anew[-MOST_KILLERS:], *anew])) != Fate.SURVIVED:
             raise SystemExit("the tests fail when everything is imported again, without any fault")
         by_scope = sorted(session.items, key=lambda item: (len(tests[item.nodeid].lines), item.nodeid))
         running: dict[int, Mutant] = {}
-        for source in self.chosen:
-            for mutant in source.mutants:
-                here = [item for item in by_scope if tests[item.nodeid].lines & mutant.places]
-                made_at_import = _live(mutant) is None or source.path.stem in MADE_AT_IMPORT
-                work = functools.partial(_run, source, mutant, here, anew if made_at_import else [])
-                running[_fork(work, SECONDS)] = mutant
-                if len(running) >= self.workers:
-                    self._wait(running)
-        while running:
-            self._wait(running)
+        with tempfile.TemporaryDirectory() as folder:
+            killers = _Killers(Path(folder))
+            for source in self.chosen:
+                for mutant in source.mutants:
+                    here = [item for item in by_scope if tests[item.nodeid].lines & mutant.places]
+                    here.sort(key=killers.of_function(mutant))
+                    made_at_import = _live(mutant) is None or source.path.stem in MADE_AT_IMPORT
+                    first = killers.of_module(mutant) if made_at_import else []
+                    work = functools.partial(_run, source, mutant, here, [*first, *anew] if made_at_import else [], killers)
+                    running[_fork(work, SECONDS)] = mutant
+                    if len(running) >= self.workers:
+                        self._wait(running, killers)
+            while running:
+                self._wait(running, killers)
         return True
 
-    def _wait(self, running: dict[int, Mutant]) -> None:
+    def _wait(self, running: dict[int, Mutant], killers: _Killers) -> None:
         pid, status = os.wait()
-        self.tell(running.pop(pid), _fate(status))
+        mutant = running.pop(pid)
+        killers.learn(mutant, pid)
+        self.tell(mutant, _fate(status))
+
+
+@dataclass
+class _Killers:
+    """Which tests have killed mutants, as forks write it down: tests by name, the last one first, by function and by module."""
+
+    folder: Path
+    found: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def write(self, test: str) -> None:
+        """For a fork."""
+        (self.folder / str(os.getpid())).write_text(test)
+
+    def learn(self, mutant: Mutant, pid: int) -> None:
+        written = self.folder / str(pid)
+        if not written.exists():
+            return
+        test = written.read_text()
+        written.unlink()
+        for place in (mutant.module, mutant.key[0]):
+            self.found[place] = [test, *(each for each in self.found[place] if each != test)]
+
+    def of_function(self, mutant: Mutant) -> Callable[[pytest.Item], int]:
+        """The rank of a test."""
+        ranks = {name: rank for rank, name in enumerate(self.found[mutant.key[0]])}
+        return lambda item: ranks.get(item.nodeid, len(ranks))
+
+    def of_module(self, mutant: Mutant) -> list[str]:
+        """A few tests, those of the function first."""
+        return [*dict.fromkeys([*self.found[mutant.key[0]], *self.found[mutant.module]])][:MOST_KILLERS]
 
 
 # ---------------------------------------------------------------------------------------------------------- forks
@@ -185,11 +225,11 @@ class _Run(_Quick):
     """Runs tests in a given order until one fails; those that a fault has removed are left out."""
 
     order: Sequence[str]
-    failed: bool = False
+    failure: str | None = None
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
-        self.failed = _first_failure([items[name] for name in self.order if name in items]) is not None
+        self.failure = _first_failure([items[name] for name in self.order if name in items])
         return True
 
 
@@ -212,14 +252,15 @@ class _Watch:
         self.failed |= report.failed
 
 
-def _run(source: Source, mutant: Mutant, here: Sequence[pytest.Item], anew: Sequence[str]) -> Fate:
+def _run(source: Source, mutant: Mutant, here: Sequence[pytest.Item], anew: Sequence[str], killers: _Killers) -> Fate:
     """Puts the fault into the function as it stands, and, where that does not kill it, into a module that is imported again."""
     function = _live(mutant)
     if function is not None and here:
         function.__code__ = _part(source.code(mutant), mutant.function.split(".")[: function.__qualname__.count(".") + 1])
-        if _first_failure(here):
+        if failure := _first_failure(here):
+            killers.write(failure)
             return Fate.KILLED
-    return _run_anew((source, mutant), anew) if anew else Fate.SURVIVED
+    return _run_anew((source, mutant), anew, killers) if anew else Fate.SURVIVED
 
 
 def _live(mutant: Mutant) -> Any:
@@ -239,7 +280,7 @@ def _part(code: CodeType, path: Sequence[str]) -> CodeType:
     return code
 
 
-def _run_anew(fault: tuple[Source, Mutant] | None, names: Sequence[str]) -> Fate:
+def _run_anew(fault: tuple[Source, Mutant] | None, names: Sequence[str], killers: _Killers | None = None) -> Fate:
     _forget()
     if fault is not None:
         source, mutant = fault
@@ -248,10 +289,12 @@ def _run_anew(fault: tuple[Source, Mutant] | None, names: Sequence[str]) -> Fate
         _import_all()
     except Exception:  # noqa: BLE001  a fault may raise anything
         return Fate.STILLBORN
-    for file in dict.fromkeys(name.partition("::")[0] for name in names):
-        run = _Run([name for name in names if name.startswith(f"{file}::")])
+    for file, of_file in itertools.groupby(names, lambda name: name.partition("::")[0]):
+        run = _Run([*of_file])
         status = pytest.main(_arguments([file]), plugins=[run])
-        if run.failed or status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR):
+        if run.failure and killers:
+            killers.write(run.failure)
+        if run.failure or status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR):
             return Fate.KILLED
     return Fate.SURVIVED
 
