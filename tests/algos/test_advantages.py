@@ -252,9 +252,17 @@ def test_arithmetic_is_in_float64() -> None:
         (first, second), mine = r[groups == group].topk(2).values, groups == group
         rounded_once(best[mine].max(), (first - second) / std[mine][0])
     components = torch.stack([rewards, rewards.flip(0)], 1)
-    parts = [group_baseline(each, groups).double() for each in components.unbind(1)]
-    found = decoupled_normalization(components, groups, reward_weights=[0.3, 0.1])
-    assert torch.equal(found, (0.3 * parts[0] + 0.1 * parts[1]).float())
+    flipped = torch.arange(199, -1, -1)
+    of_flipped = (r[flipped] - mean[flipped]) / std[flipped]  # whose groups are those of `groups`, in another order
+    found = decoupled_normalization(components, groups, reward_weights=[0.3, 0.1], std_eps=0.0)
+    rounded_once(found, 0.3 * (r - mean) / std + 0.1 * of_flipped)
+
+
+def test_components_that_nearly_cancel_are_rounded_after_they_are_summed() -> None:
+    """Of a pair, both normalised components are half the root of 2, but for what std_eps takes away."""
+    found = decoupled_normalization(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([3, 3]))
+    gap = 0.5 / (0.5**0.5 + 1e-6) - 1 / (2**0.5 + 1e-6)
+    assert found.tolist() == pytest.approx([gap, -gap], rel=1e-6, abs=0)
 
 
 def test_pairs_learn() -> None:

@@ -138,6 +138,7 @@ CHOICES: list[tuple[str, Callable[[Any], object]]] = [
     ("scale", lambda value: advantages.group_baseline(REWARDS, GROUPS, scale=value)),
     ("singleton", lambda value: advantages.group_baseline(REWARDS, GROUPS, singleton=value)),
     ("scale", lambda value: advantages.best_of_group(REWARDS, GROUPS, scale=value)),
+    ("singleton", lambda value: returns.optimal_token_baseline(ONE, -ONE, ONE, GROUPS, MASK, LENGTHS, singleton=value)),
     ("singleton", lambda value: advantages.decoupled_normalization(REWARDS[:, None], GROUPS, singleton=value)),
     ("ratio", lambda value: corrections.sequence_mask(*ROW, ratio=value)),
     ("weight", lambda value: corrections.sequence_mask(*ROW, weight=value)),

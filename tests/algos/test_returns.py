@@ -166,6 +166,10 @@ def test_a_row_alone_has_no_baseline() -> None:
         assert process.advantages.tolist() == [0.0, 0.0, 0.0]
         token = returns.optimal_token_baseline(torch.tensor([0.0, 1.0, 9.0]), -torch.ones(3), torch.ones(3), ids, mask, lengths)
         assert token.advantages.tolist() == [0.0, 0.0, 0.0]
+        raw = returns.optimal_token_baseline(
+            torch.tensor([0.0, 1.0, 9.0]), -torch.ones(3), torch.ones(3), ids, mask, lengths, singleton="reward"
+        )
+        assert raw.advantages.tolist() == [1.0, 1.0, 0.0]
 
 
 def test_whitening_of_two_and_of_equal_values_in_float64() -> None:

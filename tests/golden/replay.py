@@ -2,7 +2,7 @@
 
 A case holds padded [B, T] tables; Tandem takes packed tokens, so a table is read row after row, with T tokens a row and
 its mask. `replay(case)` gives what the case lists under `outputs`, in float64. Where a case follows a peer's choice that
-is not Tandem's default, the choice is a named parameter here.
+is not Tandem's default, the choice is a named parameter here. A parameter that nothing reads is a KeyError: see `UNREAD`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.algos import advantages, corrections, policy_losses, preferences, returns, selection, sequence_losses, shaping, values
-from tandem.algos.aggregation import aggregate, loss_weights, mean_over
+from tandem.algos.aggregation import Aggregation, aggregate, loss_weights, mean_over
 from tandem.algos.checks import keep
 from tandem.algos.composition import inputs_of, loss_sum, parts_of, types_of
 from tandem.algos.distillation import generalized_jsd, topk_kl
@@ -32,10 +32,51 @@ Case = dict[str, Any]
 Params = dict[str, Any]
 Outputs = dict[str, Any]
 
+UNREAD = {
+    "group_size": "the ids say it",
+    "baseline": "it names the algorithm",
+    "want_returns": "returns are always given",
+    "advantage/vapo lam": "lam_value and lam_policy take its place",
+    "clip_low": "there is nothing to clip, as in REINFORCE and in an estimator of KL as the loss",
+    "clip_high": "likewise",
+    "dual_clip_c": "likewise",
+    "scale_factor": "only one aggregation is divided by it",
+}
+"""Parameters without a meaning for some or for all functions, of one function where it is named, and why."""
+
 
 def replay(case: Case) -> Outputs:
-    """The outputs of a case, by their canonical names. Raises KeyError for a function that Tandem does not have."""
-    return REPLAYS[f"{case['function_kind']}/{case['algorithm']}"](Table(case), case["params"])
+    """The outputs of a case, by their canonical names.
+
+    Raises KeyError for a function that Tandem does not have, and for a parameter, other than null, that says what nothing
+    here listens to.
+    """
+    name, params = f"{case['function_kind']}/{case['algorithm']}", _Heard(case["params"])
+    outputs = REPLAYS[name](Table(case), params)
+    if unread := [each for each in params.unread() if each not in UNREAD and f"{name} {each}" not in UNREAD]:
+        raise KeyError(f"{name} has no use for parameter {', '.join(unread)}")
+    return outputs
+
+
+class _Heard(dict[str, Any]):
+    """Parameters of a case, which remember which of them were asked for."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__({name: _Heard(value) if isinstance(value, dict) else value for name, value in params.items()})
+        self._asked: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self._asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._asked.add(name)
+        return super().get(name, default)
+
+    def unread(self) -> list[str]:
+        """Those of mappings in it among them; null is off, and nobody needs to know."""
+        found = [name for name, value in self.items() if value is not None and name not in self._asked]
+        return [*found, *(name for value in self.values() if isinstance(value, _Heard) for name in value.unread())]
 
 
 class Table:
@@ -66,9 +107,11 @@ class Table:
     def spread(self, values_B: Tensor) -> Tensor:
         return advantages.spread(values_B, self.mask, self.lengths)
 
-    def weights(self, params: Params, mask: Tensor | None = None, ranks: int = 1) -> Tensor:
+    def weights(
+        self, params: Params, mask: Tensor | None = None, ranks: int = 1, usual: Aggregation = "seq-mean-token-mean"
+    ) -> Tensor:
         """A missing scale factor is the padded width by the convention of these cases, not of Tandem."""
-        mode = params.get("agg") or "seq-mean-token-mean"
+        mode = params.get("agg") or usual
         constant = (params.get("scale_factor") or self.shape[1]) if mode == "seq-mean-token-sum-norm" else None
         counted = self.mask if mask is None else mask
         totals = given(loss_weights, params, num_tokens="batch_num_tokens", num_rows="global_batch_size")
@@ -147,10 +190,10 @@ def _kl(table: Table, params: Params) -> Outputs:
 
 
 def _kl_controller(table: Table, params: Params) -> Outputs:
+    how = given(adapted_kl_coef, params, target="target", horizon="horizon", num_steps="n_steps")
     if params.get("target") is None:
         return {"coef_history": [params["init"] for _ in params["kl_sequence"]]}
     history = [params["init"]]
-    how = given(adapted_kl_coef, params, target="target", horizon="horizon", num_steps="n_steps")
     for kl in params["kl_sequence"]:
         history.append(adapted_kl_coef(history[-1], kl, **how))
     return {"coef_history": history[1:]}
@@ -215,10 +258,9 @@ def _gdpo(table: Table, params: Params) -> Outputs:
     return {"advantages": table.padded(_whiten(table.spread(of_components), table, params))}
 
 
-def _whiten(values_N: Tensor, table: Table, params: Params) -> Tensor:
-    if params.get("whiten") is False:
-        return values_N
-    return returns.whiten(values_N, table.mask, **given(returns.whiten, params, whiten_ddof="whiten_ddof"))
+def _whiten(values_N: Tensor, table: Table, params: Params, usual: bool = True) -> Tensor:
+    how, whitens = given(returns.whiten, params, whiten_ddof="whiten_ddof"), params.get("whiten")
+    return returns.whiten(values_N, table.mask, **how) if (usual if whitens is None else whitens) else values_N
 
 
 def _whiten_alone(table: Table, params: Params) -> Outputs:
@@ -248,14 +290,15 @@ def _kl_in_reward(table: Table, params: Params) -> Outputs:
 
 
 def _credit(
-    function: Callable[..., returns.Credit], columns: tuple[str, ...], whitens: bool, **names: str
+    function: Callable[..., returns.Credit], columns: tuple[str, ...], whitens: bool, fixed: Params | None = None, **names: str
 ) -> Callable[[Table, Params], Outputs]:
     """Advantages and returns, token by token; `columns` are the inputs between the token rewards and the mask."""
 
     def run(table: Table, params: Params) -> Outputs:
         middle = [table.groups if name == "group_ids" else table[name] for name in columns]
-        credit = function(_token_rewards(table, params), *middle, table.mask, table.lengths, **given(function, params, **names))
-        found = _whiten(credit.advantages, table, params) if whitens or params.get("whiten") else credit.advantages
+        chosen = {**(fixed or {}), **given(function, params, **names, singleton="singleton")}
+        credit = function(_token_rewards(table, params), *middle, table.mask, table.lengths, **chosen)
+        found = _whiten(credit.advantages, table, params, whitens)
         return {"advantages": table.padded(found), "returns": table.padded(credit.returns)}
 
     return run
@@ -337,7 +380,8 @@ def _corrected(table: Table, params: Params) -> corrections.Correction:
     old, rollout, mask, lengths = table["old_logprobs"], table["rollout_logprobs"], table.mask, table.lengths
 
     def gate(function: Callable[..., corrections.Correction], **fixed: Any) -> corrections.Correction:
-        how = chosen | {name: none for name, none in (("low", 0.0), ("high", UNBOUNDED)) if chosen.get(name, 0) is None}
+        how = {name: chosen[name] for name in (*types_of(function), "batch_normalize") if name in chosen}
+        how |= {name: none for name, none in (("low", 0.0), ("high", UNBOUNDED)) if how.get(name, 0) is None}
         how |= {name: params[name] for name in ("log_ratio_clamp",) if name in params}
         columns = (old, rollout, mask, lengths)[: len(inputs_of(function))]
         return function(*columns, **given(function, how, normalize="batch_normalize") | same_names(function, how) | fixed)
@@ -433,9 +477,17 @@ def _policy(function: LossFunction, fixed: Params | None = None, **names: str) -
     return run
 
 
-def _loss(table: Table, params: Params, function: LossFunction, arguments: Params, **more: Tensor) -> Outputs:
+def _loss(
+    table: Table,
+    params: Params,
+    function: LossFunction,
+    arguments: Params,
+    usual: Aggregation = "seq-mean-token-mean",
+    **more: Tensor,
+) -> Outputs:
     """With a correction that rejects, the tokens that it drops count nowhere (verl); with others they stay in the denominator."""
     columns, mask = table.columns() | more, table.mask
+    kl = _kl_arguments(params, params.get("kl_coef") or 1.0)
     metrics: dict[str, float] = {}
     outputs: Outputs = {}
     if params.get("correction"):
@@ -448,16 +500,16 @@ def _loss(table: Table, params: Params, function: LossFunction, arguments: Param
         metrics["kl_rollout_old_k1_mean"] = gap["mismatch/k1"].value
         mask = correction.kept if params["correction"]["kind"] == "rs" else mask
     if params.get("kl_coef"):
-        function, arguments = loss_sum(*parts_of(function), reference_kl), arguments | _kl_arguments(params, params["kl_coef"])
+        function, arguments = loss_sum(*parts_of(function), reference_kl), arguments | kl
     logprobs = table["new_logprobs"].requires_grad_()
     result: TokenLoss = function(LossInputs(logprobs, mask, table.lengths, columns), **arguments)
-    weights = table.weights(params, mask)
+    weights = table.weights(params, mask, usual=usual)
     loss = aggregate(result.loss, weights, mask)
     loss.backward()
     measured = result.metrics.values_by_name()
     metrics |= {theirs: measured.get(mine, 0.0) for theirs, mine in METRIC_NAMES.items()}
     if "ref_logprobs" in table.inputs:
-        estimate = reference_kl(LossInputs(logprobs.detach(), mask, table.lengths, columns), **_kl_arguments(params, 1.0))
+        estimate = reference_kl(LossInputs(logprobs.detach(), mask, table.lengths, columns), **kl | {"kl_coef": 1.0})
         metrics["kl_loss"] = aggregate(estimate.loss, weights, mask).item()
     per_token = result.terms.get("policy", result.loss)
     outputs |= {"loss": loss.item(), "grad_new_logprobs": table.padded(gradient(logprobs)), "measured": measured}
@@ -507,8 +559,8 @@ def _gmpo(table: Table, params: Params) -> Outputs:
 
 
 def _luspo(table: Table, params: Params) -> Outputs:
-    agg = params.get("agg") or "seq-mean-token-sum"
-    return _policy(sequence_losses.sequence_clip)(table, {**params, "agg": agg})
+    function = sequence_losses.sequence_clip
+    return _loss(table, params, function, _chosen(function, params), "seq-mean-token-sum")
 
 
 def _vapo(table: Table, params: Params) -> Outputs:
@@ -548,8 +600,9 @@ def _preference(table: Table, params: Params) -> Outputs:
     logprobs = table.raw("policy_seq_logps").requires_grad_()
     kind = params.get("loss_type") or "sigmoid"  # peers read lengths and label smoothing where the kind has a use for them
     lengths = table.raw("completion_lens") if kind == "ipo" and "completion_lens" in table.inputs else None
-    names = {"beta": "beta"} | ({"label_smoothing": "label_smoothing"} if kind in ("sigmoid", "robust") else {})
-    how = given(preferences.preference_loss, params, **names)
+    how = given(preferences.preference_loss, params, beta="beta", label_smoothing="label_smoothing")
+    if kind not in ("sigmoid", "robust"):
+        how.pop("label_smoothing", None)
     result = preferences.preference_loss(logprobs, table.raw("ref_seq_logps"), lengths, preference=kind, **how)
     result.loss.mean().backward()
     return {
@@ -563,6 +616,8 @@ def _preference(table: Table, params: Params) -> Outputs:
 
 def _reward_model(table: Table, params: Params) -> Outputs:
     """The two loss types of the cases, sigmoid and logexp, are one function."""
+    if (kind := params.get("loss_type") or "sigmoid") not in ("sigmoid", "logexp"):
+        raise KeyError(f"reward model loss {kind}")
     scores = table.raw("rewards_pair").requires_grad_()
     margin = table["margin"] if "margin" in table.inputs else None
     how = given(preferences.reward_model_loss, params, centre_coef="center_rewards_coefficient")
@@ -594,11 +649,7 @@ def _implicit_accuracy(table: Table, params: Params) -> Outputs:
 def _on_logits(table: Table, params: Params, losses_of: Callable[[Tensor], Tensor]) -> Outputs:
     logits = table.raw("student_logits").requires_grad_()
     losses = losses_of(logits.flatten(0, 1))
-    loss = aggregate(
-        losses,
-        table.weights({"agg": "token-mean"} | {name: value for name, value in params.items() if value is not None}),
-        table.mask,
-    )
+    loss = aggregate(losses, table.weights(params, usual="token-mean"), table.mask)
     loss.backward()
     return {
         "loss": loss.item(),
@@ -627,11 +678,14 @@ def _opd(table: Table, params: Params) -> Outputs:
     if "trust_region_low" in params:
         function = loss_sum(reverse_kl_policy_gradient, squared_log_ratio)
         return _policy(function, trust_region_low="trust_region_low", kl_tau="kl_tau")(table, params)
+    estimator = params.get("estimator")
     if params.get("use_policy_gradient"):
+        if (estimator or "k1") not in ("k1", "kl"):
+            raise KeyError(f"a policy gradient of the estimator {estimator}")
         clamp = given(returns.teacher_advantage, params, advantage_clamp="loss_max_clamp")
         credit = returns.teacher_advantage(table["new_logprobs"], table["teacher_logprobs"], table.mask, **clamp)
         return _loss(table, params, policy_losses.ppo_clip, _chosen(policy_losses.ppo_clip, params), advantages=credit)
-    return _loss(table, params, teacher_kl, kl_names(params.get("estimator") or "k3", params, "kl_"))
+    return _loss(table, params, teacher_kl, kl_names(estimator or "k3", params, "kl_"))
 
 
 def _ipo(table: Table, params: Params) -> Outputs:
@@ -663,7 +717,11 @@ REPLAYS: dict[str, Callable[[Table, Params], Outputs]] = {
     "advantage/gae": _credit(returns.gae, ("values",), True, gamma="gamma", lam="lam"),
     "advantage/vapo": _vapo_gae,
     "advantage/otb": _credit(
-        returns.optimal_token_baseline, ("old_logprobs", "sum_pi_squared", "group_ids"), False, baseline_eps="eps"
+        returns.optimal_token_baseline,
+        ("old_logprobs", "sum_pi_squared", "group_ids"),
+        False,
+        {"singleton": "reward"},
+        baseline_eps="eps",
     ),
     "advantage/prime": _prime,
     "advantage/opd": _opd_advantage,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.golden.replay import Outputs, Params, replay
+from tests.golden.replay import UNREAD, Outputs, Params, replay
 from tests.golden.test_golden import CASES
 
 E = math.e
@@ -77,6 +77,12 @@ def test_a_discount_reaches_the_returns_over_a_greedy_baseline() -> None:
     columns = {"token_rewards": [[1.0, 0.0, 2.0]], "reward_baselines": [0.5], "mask": [[1, 0, 1]]}
     got = run("advantage/remax", {"gamma": 0.5}, **columns)
     near(got["advantages"], [[1.5, 0.0, 1.5]])
+
+
+@pytest.mark.parametrize(("params", "want"), [({}, 3.0), ({"singleton": "zero"}, 0.0)])
+def test_a_row_alone_has_its_returns_where_the_peer_has_no_baseline(params: dict[str, Any], want: float) -> None:
+    columns = {"old_logprobs": [[-1.0]], "sum_pi_squared": [[0.5]], "group_ids": [4], "mask": [[1]]}
+    near(run("advantage/otb", params, rewards=[3.0], **columns)["advantages"], [[want]])
 
 
 def test_groups_that_a_case_lists_are_those_of_prime() -> None:
@@ -269,12 +275,10 @@ def test_an_unknown_name_is_refused_with_those_there_are(
         run(name, params, **inputs)
 
 
-UNREAD = {
-    "group_size": "the ids say it",
-    "baseline": "it names the algorithm",
-    "want_returns": "returns are always given",
-    "advantage/dr_grpo ddof": "nothing is divided by",
-    "advantage/vapo lam": "lam_value and lam_policy take its place",
+NEVER_READ = {"group_size", "baseline", "want_returns"}
+WITHOUT_EFFECT = {
+    "advantage/dr_grpo ddof": "nothing is divided by it",
+    "advantage/vapo lam": UNREAD["advantage/vapo lam"],
 }
 
 
@@ -292,8 +296,41 @@ def changed(value: Any) -> list[Any]:
 def outcome(case: dict[str, Any]) -> str:
     try:
         return repr(replay(case))
-    except ValueError as refused:
+    except (ValueError, KeyError) as refused:
         return str(refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "inputs", "unread"),
+    [
+        ("advantage/rloo", {"group_size": 2, "shrinkage": 0.5}, PAIR, "shrinkage"),
+        ("advantage/whiten", {"ddof": 1, "momentum": 0}, {"x": [[1.0, 2.0]], "mask": [[1, 1]]}, "momentum"),
+        ("correction/tis", {"correction": {"kind": "token_tis", "high": 2.0, "mode": "seq"}}, TWO, "mode"),
+        (
+            "distillation/opd",
+            {"estimator": "k3", "loss_max_clamp": 1.0},
+            {**TWO, "teacher_logprobs": [[-1.0, -1.0]]},
+            "loss_max_clamp",
+        ),
+    ],
+)
+def test_a_parameter_that_nothing_reads_is_refused(name: str, params: dict[str, Any], inputs: dict[str, Any], unread: str) -> None:
+    with pytest.raises(KeyError, match=f"{name} has no use for parameter {unread}"):
+        run(name, params, **inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "inputs"),
+    [
+        ("reward_model_loss/reward_model", {"loss_type": "hinge"}, {"rewards_pair": [[1.0, 1.0]]}),
+        ("distillation/opd", {"estimator": "k2", "use_policy_gradient": True}, {**TWO, "teacher_logprobs": [[-1.0, -1.0]]}),
+        ("correction/tis", {"correction": {"kind": "token_pis"}}, TWO),
+        ("policy_loss/reppo", {}, TWO),
+    ],
+)
+def test_what_tandem_has_no_function_for_is_refused(name: str, params: dict[str, Any], inputs: dict[str, Any]) -> None:
+    with pytest.raises(KeyError):
+        run(name, params, **inputs)
 
 
 def test_each_number_of_a_case_reaches_a_function() -> None:
@@ -303,11 +340,11 @@ def test_each_number_of_a_case_reaches_a_function() -> None:
         usual = outcome(case)
         for name, among, value in settings(case["params"]):
             place = f"{case['function_kind']}/{case['algorithm']} {name}"
-            if not isinstance(value, bool | int | float) or name in UNREAD or reaches[place]:
+            if not isinstance(value, bool | int | float) or name in NEVER_READ or reaches[place]:
                 continue
             for other in changed(value):
                 among[name] = other
                 reaches[place] |= outcome(case) != usual
             among[name] = value
     left = {place for place, moved in reaches.items() if not moved}
-    assert left == {place for place in UNREAD if " " in place}
+    assert left == {*WITHOUT_EFFECT}

@@ -54,28 +54,32 @@ def group_baseline(
         NonFiniteError: a reward is NaN or infinite.
     """
     check_choice("scale", scale, ("group", "batch", "none"))
-    check_choice("singleton", singleton, ("zero", "reward"))
     if leave_one_out and scale == "batch":
         raise ValueError("leave_one_out describes the group's statistics and scale=batch does not use its deviation; choose one")
+    return _column(_group_baseline(rewards_B, Groups(groups_B), scale, std_eps, ddof, leave_one_out, singleton), rewards_B)
+
+
+def _group_baseline(
+    rewards_B: Tensor, groups: Groups, scale: str, std_eps: float, ddof: int, leave_one_out: bool, singleton: str
+) -> Array:
+    """[B]: `group_baseline` before it is rounded."""
+    check_choice("singleton", singleton, ("zero", "reward"))
     check(std_eps >= 0, f"std_eps must not be negative, got {std_eps}")
-    groups = Groups(groups_B)
     shifted = _shifted(rewards_B, groups)
     centred = shifted - groups.mean(shifted)
     if leave_one_out:
         advantages = _among_others(centred, groups, std_eps if scale == "group" else None, ddof)
+    elif scale == "group":
+        advantages = centred / groups.members(_divisor(_deviations(centred, groups, ddof) + std_eps))
+    elif scale == "batch":
+        squares_of_all = (_centred(to_array(rewards_B)) ** 2).sum()
+        advantages = centred / _divisor(np.sqrt(squares_of_all / max(len(centred) - ddof, 1)) + std_eps)
     else:
-        match scale:
-            case "none":
-                advantages = centred
-            case "group":
-                advantages = centred / groups.members(_divisor(_deviations(centred, groups, ddof) + std_eps))
-            case "batch":
-                squares_of_all = (_centred(to_array(rewards_B)) ** 2).sum()
-                advantages = centred / _divisor(np.sqrt(squares_of_all / max(len(centred) - ddof, 1)) + std_eps)
+        advantages = centred
     if singleton == "reward":
         alone = groups.size == 1  # whose advantage is 0 without this, since its own mean is its reward
         advantages = np.where(alone, to_array(rewards_B), advantages)
-    return _column(advantages, rewards_B)
+    return advantages
 
 
 def _deviations(centred_B: Array, groups: Groups, ddof: int) -> Array:
@@ -188,10 +192,10 @@ def decoupled_normalization(
     weights = [1.0] * reward_components_BK.shape[1] if reward_weights is None else reward_weights
     if len(weights) != reward_components_BK.shape[1]:
         raise ValueError(f"reward_weights has {len(weights)} entries for {reward_components_BK.shape[1]} reward components")
-    total = torch.zeros(len(groups_B), dtype=torch.float64)
+    total, groups = np.zeros(len(groups_B)), Groups(groups_B)
     for weight, rewards_B in zip(weights, reward_components_BK.unbind(1), strict=True):
-        total += weight * group_baseline(rewards_B, groups_B, std_eps=std_eps, ddof=ddof, singleton=singleton).double()
-    return total.float()
+        total += weight * _group_baseline(rewards_B, groups, "group", std_eps, ddof, False, singleton)
+    return _column(total, reward_components_BK)
 
 
 @checked

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tandem.algos.checks import checked, keep, num_counted
 from tandem.algos.kl import KLEstimator, check_kl_target, kl_divergence
-from tandem.algos.ratios import check
+from tandem.algos.ratios import check, check_choice
 from tandem.algos.segments import Array, CountedTokens, Groups, on_tokens, row_max, row_mean, row_of_token, to_array
 
 
@@ -219,16 +219,19 @@ def optimal_token_baseline(
     lengths_B: Tensor,
     *,
     baseline_eps: float = 1e-8,
+    singleton: Literal["zero", "reward"] = "zero",
 ) -> Credit:
     """A_t = G_t - B_t, B_t = sum_(j in g) G_j W_j / (sum_(j in g) W_j + baseline_eps) at the same position (verl's OTB).
 
     W_t is the sum over k <= t of 1 - 2 exp(old_k) + sum_pi_squared_k, the squared length of the score so far, over
     the rows that reach the position. A position is the number of counted tokens before a token, so that observations between
     turns do not shift what is compared; verl counts masked tokens, too. Positions that only the longest row of a group
-    reaches have B = 0; a row without companions has no baseline and gets 0.
+    reaches have B = 0.
 
     sum_pi_squared_N: [N], sum over the vocabulary of the policy's squared probabilities at each token.
+    singleton: what a row without companions, which has no baseline, gets: 0 or its raw returns.
     """
+    check_choice("singleton", singleton, ("zero", "reward"))
     check(baseline_eps >= 0, f"baseline_eps must not be negative, got {baseline_eps}")
     counted = CountedTokens(mask_N, lengths_B)
     returns_M = counted.discounted_sums(counted.of(token_rewards_N), 1.0)
@@ -242,9 +245,10 @@ def optimal_token_baseline(
     share_BB = torch.from_numpy(group_of_B[:, None] == group_of_B).to(returns_M)
     baseline_BT = share_BB @ (returns_BT * weight_BT) / (share_BB @ weight_BT + baseline_eps)
     reached_BT = share_BB @ inside_BT.to(share_BB.dtype) > 1
-    has_companions = share_BB @ (counted.counts > 0).to(share_BB.dtype) > 1
-    baseline_M = torch.where(reached_BT, baseline_BT, 0.0)[inside_BT]
-    advantages_M = keep(returns_M - baseline_M, on_tokens(has_companions, counted.counts))
+    advantages_M = returns_M - torch.where(reached_BT, baseline_BT, 0.0)[inside_BT]
+    if singleton == "zero":
+        has_companions = share_BB @ (counted.counts > 0).to(share_BB.dtype) > 1
+        advantages_M = keep(advantages_M, on_tokens(has_companions, counted.counts))
     return Credit(counted.back(advantages_M), counted.back(returns_M))
 
 
