@@ -167,6 +167,23 @@ def test_a_step_without_a_token_is_refused() -> None:
         loss_weights(torch.zeros(12, dtype=torch.bool), LENGTHS)
 
 
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "resampling_weights"])
+def test_a_batch_without_rows_is_none_for_a_function_of_rows(name: str) -> None:
+    """What says that there is nothing to train on is `loss_weights`."""
+    columns = given_to(FUNCTIONS[name])
+    none = {
+        key: column.new_zeros([0 if axis in "NBP" else SIZES.get(axis, 2) for axis in key.rpartition("_")[2]])
+        for key, column in columns.items()
+    }
+    for result in tensors_of(call(name, none)):
+        assert result.numel() == 0 or not result.dim()
+
+
+def test_there_is_no_drawing_from_no_episode() -> None:
+    with pytest.raises(EmptyBatchError, match="column 'scores' is empty"):
+        shaping.resampling_weights(torch.zeros(0))
+
+
 def test_numbers_whose_sum_is_too_large_are_no_mistake() -> None:
     assert torch.isfinite(advantages.no_baseline(torch.full((4,), 3e38))).all()
 

@@ -219,9 +219,7 @@ def implicit_reward_accuracy(implicit_q_B: Tensor, correct_B: Tensor, groups_B: 
     same_BB = groups_B[:, None] == groups_B
     pairs_BB = same_BB & right[:, None] & ~right
     ordered_BB = (implicit_q_B[:, None] > implicit_q_B) & pairs_BB
-    pairs_B, ordered_B = (
-        torch.stack([(table & same_BB[i][:, None]).sum() for i in range(len(right))]) for table in (pairs_BB, ordered_BB)
-    )
+    pairs_B, ordered_B = (same_BB.long() @ table.sum(1) for table in (pairs_BB, ordered_BB))
     has_pairs = pairs_B > 0
     accuracy = (ordered_B[has_pairs] / pairs_B[has_pairs]).double().mean() if bool(has_pairs.any()) else torch.tensor(torch.nan)
     absolute = ((implicit_q_B > 0) == right).double().mean()

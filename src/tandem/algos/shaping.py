@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.algos.checks import checked
 from tandem.algos.ratios import check_choice
+from tandem.errors import EmptyBatchError
 
 
 @checked
@@ -44,11 +45,13 @@ def resampling_weights(scores_B: Tensor, *, method: Resampling = "pow", weight_p
 
     pow |s|^weight_pow; max_min 1 for the batch's highest and lowest score and 0 else; max_random 0.4 for the highest and 0.1 else;
     plus 1e-8, so that none is impossible. scores_B: s, the sum of an episode's token scores, which is its reward.
-    Raises ValueError for a weight_pow that is not positive.
+    Raises ValueError for a weight_pow that is not positive, EmptyBatchError where there is no episode.
     """
     if not weight_pow > 0:
         raise ValueError(f"resampling_pow must be positive, got {weight_pow}: 0 draws all alike, so leave resampling out")
     check_choice("method", method, get_args(Resampling))
+    if not len(scores_B):
+        raise EmptyBatchError("column 'scores' is empty: there is no episode to draw")
     highest, lowest = scores_B.max(), scores_B.min()
     match method:
         case "pow":
