@@ -37,6 +37,7 @@ def test_a_page_has_formula_parameters_and_defaults(name: str) -> None:
         assert re.search(rf"^ +{parameter} ", text, re.MULTILINE), parameter
     assert NOTES[name].choose[:20] in text
     assert max(map(len, text.splitlines())) < 160
+    assert "typing" not in text
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from tandem.algos.columns import credit_needs, derived_columns
 from tandem.algos.composition import inputs_of, parameters_of, parts_of, types_of
@@ -118,6 +119,8 @@ def _shown(value: object) -> str:
 
 
 def _type(annotation: Any) -> str:
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(map(_type, get_args(annotation)))
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     for long, short in (("typing.Literal", ""), ("typing.Any", "..."), ("NoneType", "null"), ("None", "null"), ("'", "")):
         text = text.replace(long, short)

@@ -270,7 +270,14 @@ NOTES: dict[str, Note] = {
         "A policy uses prime, whose process_model it trains; process_model.* are its parameters.",
         {"verl-recipe": "the defaults (beta_train is implicit_beta)"},
     ),
-    "sft": Note("Maximum likelihood of demonstrations.", "Before RL, or instead of it."),
+    "sft": Note(
+        "Maximum likelihood of demonstrations.",
+        "Before RL, or instead of it.",
+        {
+            "verl": "aggregation=token-mean; so do OpenRLHF, NeMo-RL and prime-rl",
+            "slime": "aggregation=seq-mean-token-mean",
+        },
+    ),
     "kd": Note(
         "The student matches the teacher's likeliest tokens on given responses.",
         "A teacher with the same tokenizer and good responses; one pass of it a response, and no sampling.",
