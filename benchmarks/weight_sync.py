@@ -56,7 +56,7 @@ from tandem.models.decoder import init_decoder
 from tandem.rollout.weights import scatter, wire_hash
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
-from tandem.weights import SentWeights, WeightBlock, WeightLayout, WeightShard, WeightSpec
+from tandem.weights import BlockHash, SentWeights, WeightBlock, WeightLayout, WeightShard, WeightSpec
 
 WIRE, WIDTH, TENSORS, BUCKET_BYTES, LIMIT_S = torch.bfloat16, 1024, 288, 16 << 20, 120.0
 LINK_BYTES_S = 1e9 / 8
@@ -232,8 +232,8 @@ class Publishing:
         encoding = Full()
 
         def send() -> int:
-            pieces = [encoding.encode(block, held[block.name], True) for block in self._blocks]
-            return self._sender.send(self._number, pieces, lambda _: None)
+            pieces = [encoding.encode(block, held[block.name], True, BlockHash(block)) for block in self._blocks]
+            return self._sender.send(self._number, pieces, lambda _place, _part: None)
 
         return timed(send, self.engines[:readers], (self._number, False), meets=self.transport.meets)
 

@@ -6,10 +6,12 @@ Nothing is moved here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import TypeVar, cast
 
 import numpy as np
@@ -20,7 +22,9 @@ from torch import Tensor, nn
 
 T = TypeVar("T")
 
-_HASHED_AT_ONCE = 1 << 18  # numbers that are cast at a time, so that the copy stays in a processor's cache
+_AHEAD = 8
+AT_ONCE = 1 << 18
+"""Numbers that are cast, copied or compared at a time, so that they lie in a processor's cache when they are hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +98,11 @@ class WeightShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightPatch:
-    """What changed in a block: values[i], of its dtype, stands at the block's position positions[i], counted row by row.
+    """Which bytes of a block changed: values[i], uint8 [n], is now the one at positions[i].
 
-    gaps: uint16 [n], how many positions are passed over before each; where more lie between two changes than that can say,
-    numbers that did not change are among the values.
+    A step of training changes the last byte of most numbers that it changes, and no other. So bytes are counted plane by plane: the
+    last one of every number, row by row, then the last but one of every number, and so on. gaps: uint8 [n], how many are passed
+    over before each; where more lie between two changes than that can say, bytes that did not change are among the values.
     """
 
     block: WeightBlock
@@ -106,8 +111,14 @@ class WeightPatch:
 
     @property
     def positions(self) -> Tensor:
-        """int64 [n], ascending."""
-        return (self.gaps.long() + 1).cumsum(0) - 1
+        """int64 [n], of the block's bytes as they lie in memory, little-endian."""
+        counted = (self.gaps.long() + 1).cumsum(0) - 1
+        numel, width = self.block.numel, self.block.dtype.itemsize
+        planes = torch.arange(width + 1, device=counted.device) * numel
+        starts = cast("list[int]", torch.searchsorted(counted, planes).tolist())
+        for plane, (start, end) in enumerate(pairwise(starts)):
+            counted[start:end].sub_(plane * numel).mul_(width).add_(plane)
+        return counted
 
     @property
     def nbytes(self) -> int:
@@ -132,15 +143,14 @@ class OpenedWeights:
 
 @dataclass(frozen=True, slots=True)
 class SentWeights:
-    """By one rank. wire_hash: of all that it holds, in the dtype of the wire, whatever of it was sent. num_bytes: that were sent.
+    """By one rank. wire_hash: of all that it holds, in the dtype of the wire, whatever of it was sent.
 
-    numbers: that it holds; sent: how many of them, all where they went as a whole.
+    num_bytes: that were sent; whole_bytes: that everything would have been.
     """
 
     wire_hash: str
     num_bytes: int
-    numbers: int
-    sent: int
+    whole_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,17 +200,40 @@ def joined_hash(hashes: Iterable[bytes]) -> str:
 
 def block_hash(block: WeightBlock, tensor: Tensor) -> bytes:
     """See wire_hash. tensor: of the block's size; of another dtype, it counts as what it is when cast to the block's."""
-    digest = xxhash.xxh3_128(_said(block))
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    at_once = max(1, len(flat)) if flat.dtype == block.dtype else _HASHED_AT_ONCE
-    for part in cast("Sequence[Tensor]", flat.split(at_once)):  # pyright: ignore[reportUnknownMemberType] torch leaves it open
-        digest.update(part.to(block.dtype).view(torch.uint8).numpy().data)
-    return digest.digest()
+    growing = BlockHash(block)
+    growing.update(tensor)
+    return growing.digest()
+
+
+class BlockHash:
+    """That of a block whose numbers come in parts, row by row: see block_hash."""
+
+    def __init__(self, block: WeightBlock) -> None:
+        self._dtype, self._digest = block.dtype, xxhash.xxh3_128(_said(block))
+        self.digest = self._digest.digest
+
+    def update(self, part: Tensor) -> None:
+        flat = part.detach().cpu().reshape(-1)
+        at_once = AT_ONCE if flat.dtype != self._dtype else max(1, len(flat))
+        for start in range(0, len(flat), at_once):
+            self._digest.update(flat[start : start + at_once].to(self._dtype).view(torch.uint8).numpy().data)
 
 
 @lru_cache(1 << 16)
 def _said(block: WeightBlock) -> bytes:
     return repr((block.name, block.shape, block.offsets, block.size, str(block.dtype))).encode()
+
+
+def ahead(do: Callable[[int], T], count: int) -> Iterator[T]:
+    """`do` of 0 to count - 1 in order, done in two threads some numbers before they are asked for."""
+    coming: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(count):
+            coming.append(pool.submit(do, number))
+            if len(coming) > _AHEAD:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
 
 
 def two_at_a_time(do: Callable[[int], T], count: int) -> list[T]:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.checkpoint.encoding import Delta
-from tandem.checkpoint.packing import Entry, entries_of, read, write
+from tandem.checkpoint.packing import entry_of, read, write
 from tandem.rollout.weights import scatter
-from tandem.weights import WeightBlock, WeightPatch, WeightShard
+from tandem.weights import BlockHash, WeightBlock, WeightPatch, WeightPiece, WeightShard, block_hash
 
 
 def block_of(tensor: Tensor) -> WeightBlock:
@@ -20,10 +20,19 @@ def block_of(tensor: Tensor) -> WeightBlock:
 
 def patch(before: Tensor, after: Tensor) -> WeightPatch:
     delta = Delta()
-    delta.encode(block_of(before), before.clone(), True)
-    found = delta.encode(block_of(before), after, False)
+    encoded(delta, before, whole=True)
+    found = encoded(delta, after)
     assert isinstance(found, WeightPatch)
     return found
+
+
+def encoded(delta: Delta, tensor: Tensor, *, whole: bool = False) -> WeightPiece:
+    """As `delta` sends it; it is hashed on the way."""
+    block = block_of(tensor)
+    growing = BlockHash(block)
+    piece = delta.encode(block, tensor.clone(), whole, growing)
+    assert growing.digest() == block_hash(block, tensor)
+    return piece
 
 
 @settings(deadline=None, max_examples=40)
@@ -40,15 +49,20 @@ def test_scattered_into_any_block_it_gives_what_is_there(
     before = torch.randn(shape, generator=random).to(dtype)
     after = torch.where(torch.rand(shape, generator=random) < share, -before, before)
     delta = Delta()
-    delta.encode(block_of(before), before.clone(), True)
-    piece = delta.encode(block_of(before), after, False)
-    ((_, entry),) = entries_of([piece], [block_of(before)])
+    encoded(delta, before, whole=True)
+    piece = encoded(delta, after)
+    entry = entry_of(piece, block_of(before))
     memory = torch.empty(entry.size, dtype=torch.uint8)
     arrived = read(entry, memory)
-    write(piece, arrived)
+    write(piece, arrived, lambda _: None)
     whole = before.clone()
     scatter(arrived, whole)
     assert torch.equal(whole, after)
+    scatter(arrived, whole)
+    assert torch.equal(whole, after), "delivered twice"
+    wider = before.double()
+    scatter(arrived, wider)
+    assert torch.equal(wider, after.double())
     if shape:
         middle = shape[0] // 2
         for start, end in ((0, middle), (middle, shape[0])):
@@ -61,36 +75,45 @@ def test_bits_are_compared_and_not_numbers() -> None:
     before = torch.tensor([0.0, float("nan"), 1.0, 2.0] * 8)
     after = before.clone()
     after[0] = -0.0
-    assert patch(before, after).positions.tolist() == [0]
+    found = patch(before, after)
+    changed = found.values[found.positions == 3]
+    assert changed.tolist() == [0x80], "the first byte of the first number, which lies last"
 
 
-@pytest.mark.parametrize("places", [[0], [65_535], [65_536], [65_537], [3, 200_000], [199_999, 299_999], [131_072, 262_144]])
-def test_far_changes_are_bridged_by_numbers_that_did_not_change(places: list[int]) -> None:
+@pytest.mark.parametrize("places", [[0], [255], [256], [257], [511, 512], [3, 200_000], [199_999, 299_999], [131_072, 262_144]])
+def test_far_changes_are_bridged_by_bytes_that_did_not_change(places: list[int]) -> None:
     before = torch.zeros(300_000)
     after = before.clone()
-    after[places] = 1
+    after[places] = 1  # 0x3f80: two bytes of the four
     found = patch(before, after)
-    assert set(places) <= set(found.positions.tolist())
-    assert len(found.values) <= len(places) + 4
-    assert found.values.sum() == len(places)
+    assert {4 * place + byte for place in places for byte in (2, 3)} <= set(found.positions.tolist())
+    assert len(found.values) <= 2 * len(places) + before.nbytes // 256 + 4, "and the last of each plane"
+    assert sorted(found.values[found.values != 0].tolist()) == sorted([0x80, 0x3F] * len(places))
     scatter(found, before)
     assert torch.equal(before, after)
 
 
+def test_of_a_small_step_in_bfloat16_two_bytes_a_number_are_sent() -> None:
+    before = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)).bfloat16() + 1
+    after = before.clone()
+    after[::8] += 2**-7  # the least difference there is between 1 and 2
+    assert patch(before, after).nbytes <= 2 * (1 << 13) + 2 * before.nbytes // 256
+
+
 def test_what_would_take_more_room_goes_whole_and_is_the_base_of_the_next() -> None:
     before, delta = torch.zeros(64), Delta()
-    delta.encode(block_of(before), before.clone(), False)
-    assert isinstance(delta.encode(block_of(before), torch.ones(64), False), WeightShard)
-    assert len(delta.encode(block_of(before), torch.ones(64), False).values) == 0  # type: ignore[union-attr]
-    assert isinstance(delta.encode(block_of(before), torch.ones(64), True), WeightShard)
+    encoded(delta, before)
+    assert isinstance(encoded(delta, torch.ones(64)), WeightShard)
+    assert len(encoded(delta, torch.ones(64)).values) == 0  # type: ignore[union-attr]
+    assert isinstance(encoded(delta, torch.ones(64), whole=True), WeightShard)
 
 
 def test_the_trainers_tensor_is_not_kept() -> None:
     held, delta = torch.zeros(64), Delta()
-    delta.encode(block_of(held), held, False)
+    delta.encode(block_of(held), held, False, BlockHash(block_of(held)))
     held[5] = 1
-    assert delta.encode(block_of(held), held, False).block == Entry(block_of(held), 1).block
+    delta.encode(block_of(held), held, False, BlockHash(block_of(held)))
     held[6] = 1
-    found = delta.encode(block_of(held), held, False)
+    found = delta.encode(block_of(held), held, False, BlockHash(block_of(held)))
     assert isinstance(found, WeightPatch)
-    assert found.positions.tolist() == [6]
+    assert sorted(found.positions.tolist()) == [26, 27, 252, 253, 254, 255], "and the last of each plane"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -21,11 +21,10 @@ class Backwards(Sender):
     def __init__(self, index: int, blocks: Sequence[WeightBlock]) -> None:
         self.opened = OpenedWeights("here", tuple(blocks), str(index))
 
-    def send(self, number: int, pieces: Sequence[WeightPiece], seen: Seen) -> int:
-        for place in reversed(range(len(pieces))):
-            piece = pieces[place]
+    def send(self, number: int, pieces: Iterable[WeightPiece], seen: Seen) -> int:
+        for place, piece in reversed(list(enumerate(pieces))):
             assert isinstance(piece, WeightShard)
-            seen(place)
+            seen(place, piece.tensor)
             piece.tensor.zero_()
         return number
 
@@ -39,7 +38,7 @@ def test_each_block_is_hashed_when_it_was_read_in_whatever_order() -> None:
     weights.open(Backwards)
     sent = asyncio.run(weights.send(7, delta=False, whole=True))
     assert sent is not None
-    assert (sent.wire_hash, sent.num_bytes, sent.numbers, sent.sent) == (expected, 7, 10, 10)
+    assert (sent.wire_hash, sent.num_bytes, sent.whole_bytes) == (expected, 7, 40)
     assert expected != wire_hash(worker.weight_shards())
 
 

@@ -26,7 +26,7 @@ def write(end: Connection, *, waits: bool) -> None:
     sender = MemorySender(0, [piece.block for piece in pieces(0)])
     end.send(sender.opened.at)
     for number in range(1, TOTAL + 1):
-        sender.send(number, pieces(number), lambda _: None)
+        sender.send(number, pieces(number), lambda _place, _part: None)
         if waits or number == 1:
             end.send(number)
             end.recv()

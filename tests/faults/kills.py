@@ -45,12 +45,14 @@ class Run:
                 assert code == 2, f"{at}: exit code {code}:\n{said}"
                 assert "lost its worker, which was killed by SIGKILL while its module was imported" in " ".join(said.split())
             case "reward":  # goes on with a new worker, as long as not every group of a step is lost to one
-                stopped = code == 1 and "lost its worker, which was killed by SIGKILL; look at the reward" in " ".join(said.split())
+                stopped = code == 1 and "lost its worker, which was killed by SIGKILL" in " ".join(said.split())
                 assert code == 0 or stopped, f"{at}: exit code {code}:\n{said}"
                 self._judge_died = True
                 journal = self._run / "journal.jsonl"
-                if stopped:
+                if stopped and "journal.jsonl" in said:
                     journal.unlink()  # as the message says
+                elif stopped:
+                    assert "evaluated tasks has a sample that could be judged" in " ".join(said.split()), said
                 elif "which was killed by SIGKILL" not in journal.read_text():
                     raise UnreachedError(f"{at} was not passed so often:\n{said}")
             case "forkserver":

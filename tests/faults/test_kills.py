@@ -121,6 +121,7 @@ CHAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "a judge": ("sync", ("reward/judge.ready:1", "reward/judge.before:4")),
     "a judge that has decided": ("sync", ("reward/judge.after:4",)),
+    "a judge of the last evaluation": ("sync", ("controller/final.before_rename:1", "reward/judge.before:1")),
 }
 """What is killed: the setting that runs, and where. The first kill leaves something to lose."""
 

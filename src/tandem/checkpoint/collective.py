@@ -1,27 +1,32 @@
 """Through torch.distributed, to any machine: each rank broadcasts what it holds to all readers, in flat buckets.
 
 A rank and the readers are a group of their own, so that no rank is sent what another one holds, and the ranks of a sharded model
-send at once. First comes the list of what will come; then bucket after bucket, the next one on its way while the last is used.
-When readers come or go the groups are made anew, under another name.
+send at once. Which blocks come in which order is known since the group was made. Before each bucket comes a head that says of each
+of its entries how many bytes changed, or that it comes whole, so that a rank sends while it still compares; the next bucket is on
+its way while the last is used. When readers come or go the groups are made anew, under another name.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import ClassVar
+from itertools import count, takewhile
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] documented there
 
 from tandem import device
-from tandem.checkpoint.packing import Entry, Part, grouped, listed, parts_of, read, unlisted, write
+from tandem.checkpoint.packing import Entry, Part, buckets, cut, read, write
 from tandem.checkpoint.transport import Outlet, Seen, this_host
 from tandem.device import Address, Broadcasts, Device
 from tandem.weights import OpenedWeights, WeightBlock, WeightPiece, WeightShard
+
+_ENTRIES = 256  # of a head, and so of a bucket at most
+_WHOLE, _END = -1, -2
 
 
 @dataclass(frozen=True)
@@ -46,81 +51,116 @@ class Meeting:
         return torch.empty(size, dtype=dtype, device=self.device.torch)
 
 
+class Memory:
+    """Of every other bucket: the same for each publish, since pages that are new cost as much as a copy."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting, self._held = meeting, [meeting.tensor(0)] * 2
+
+    def of(self, number: int, bucket: Sequence[Entry]) -> Tensor:
+        """As large as that bucket."""
+        size = sum(entry.nbytes for entry in bucket[:-1]) + bucket[-1].size  # the last piece is not followed by anything
+        if len(self._held[number % 2]) < size:
+            self._held[number % 2] = self._meeting.tensor(max(size, self._meeting.bucket_bytes))
+        return self._held[number % 2][:size]
+
+
 class CollectiveSender:
     """Implements transport.Sender."""
 
     def __init__(self, meeting: Meeting, index: int, blocks: Sequence[WeightBlock]) -> None:
-        self._meeting, self._index = meeting, index
+        self._meeting, self._index, self._memory = meeting, index, Memory(meeting)
         self._group: Broadcasts | None = None
-        self._packed = [meeting.tensor(0)] * 2  # of every other bucket
         self.opened = OpenedWeights(this_host(), tuple(blocks), str(index))
 
-    def send(self, number: int, pieces: Sequence[WeightPiece], seen: Seen) -> int:
+    def send(self, number: int, pieces: Iterable[WeightPiece], seen: Seen) -> int:
         """Raises StalledError where a reader does not read."""
         del number
         group = self._group = self._group or self._meeting.join(self._index, 0)
-        parts = parts_of(pieces, self.opened.blocks, self._meeting.bucket_bytes)
-        names = torch.frombuffer(bytearray(listed([part.entry for part in parts])), dtype=torch.uint8)
-        for head in (torch.tensor([len(names)]), names):
-            group.start(head.to(self._meeting.device.torch), 0)()
-        under_way: deque[Callable[[], None]] = deque()
-        start = 0
-        for number, entries in enumerate(grouped((part.entry for part in parts), self._meeting.bucket_bytes)):
-            if len(under_way) == len(self._packed):
-                under_way.popleft()()
-            bucket = parts[start : start + len(entries)]
-            start += len(entries)
-            memory = _as_it_lies(bucket, self._meeting.device)
-            if memory is None:
-                size = _size(entries)
-                if len(self._packed[number % 2]) < size:
-                    self._packed[number % 2] = self._meeting.tensor(max(size, self._meeting.bucket_bytes))
-                memory, at = self._packed[number % 2][:size], 0
-                for piece, entry, _ in bucket:
-                    write(piece, read(entry, memory[at : at + entry.size]))
+        under_way, sent = deque[tuple[Callable[[], None], ...]](), 0
+        for number, bucket in enumerate(buckets(pieces, self.opened.blocks, self._meeting.bucket_bytes, _ENTRIES)):
+            if len(under_way) == 2:
+                for wait in under_way.popleft():
+                    wait()
+            entries = [part.entry for part in bucket]
+            head = [_WHOLE if each.changes is None else each.changes for each in entries] + [_END] * (_ENTRIES - len(entries))
+            lying = _as_it_lies(bucket, self._meeting.device)
+            if lying is not None:
+                memory = lying.view(-1).view(torch.uint8)
+            else:
+                memory, at = self._memory.of(number, entries), 0
+                for place, piece, entry in bucket:
+                    write(piece, read(entry, memory[at : at + entry.size]), partial(seen, place))
                     at += entry.nbytes
-            under_way.append(group.start(memory, 0))
-            for part in bucket:
-                if part.ends is not None:
-                    seen(part.ends)
-        for wait in under_way:
-            wait()
-        return sum(part.entry.size for part in parts)
+            announced = torch.tensor(head, device=self._meeting.device.torch)
+            under_way.append((group.start(announced, 0), group.start(memory, 0)))
+            if lying is not None:
+                seen(bucket[0].place, lying)
+            sent += sum(entry.size for entry in entries)
+        for waits in under_way:
+            for wait in waits:
+                wait()
+        return sent
 
     def close(self) -> None:
         self._group = None
 
 
 class CollectiveReader:
-    """Implements transport.Reader. place: among the readers, from 1 on."""
+    """Implements transport.Reader. ranks: of the trainer, with what each sends. place: among the readers, from 1 on."""
 
-    def __init__(self, meeting: Meeting, ranks: Sequence[int], place: int) -> None:
-        self._meeting, self._ranks, self._place = meeting, tuple(ranks), place
+    def __init__(self, meeting: Meeting, ranks: Mapping[int, tuple[WeightBlock, ...]], place: int) -> None:
+        self._meeting, self._ranks, self._place = meeting, ranks, place
         self._joined: dict[int, Broadcasts] = {}
-        self._memory = [meeting.tensor(0)] * 2  # of every other bucket
+        self._memory = Memory(meeting)
 
     def source(self, number: int) -> CollectiveSource:
         del number
         return CollectiveSource(self)
 
     @property
-    def meeting(self) -> Meeting:
-        return self._meeting
+    def blocks(self) -> tuple[WeightBlock, ...]:
+        return tuple(block for blocks in self._ranks.values() for block in blocks)
 
-    def memory(self, size: int) -> list[Tensor]:
-        """Of two buckets, each at least so large: the same for each publish, since pages that are new cost as much as a copy."""
-        if len(self._memory[0]) < size:
-            self._memory = [self._meeting.tensor(size) for _ in range(2)]
-        return self._memory
-
-    def groups(self) -> Iterator[Broadcasts]:
-        """Of each rank, in order; joined when it is first asked for."""
-        for rank in self._ranks:
+    def arriving(self) -> Iterator[WeightPiece]:
+        """From each rank, in order; its group is joined when it is first asked for."""
+        for rank, blocks in self._ranks.items():
             if rank not in self._joined:
                 self._joined[rank] = self._meeting.join(rank, self._place)
-            yield self._joined[rank]
+            yield from self._of(self._joined[rank], blocks)
 
-    def __reduce__(self) -> tuple[type[CollectiveReader], tuple[Meeting, tuple[int, ...], int]]:
+    def _of(self, group: Broadcasts, blocks: Sequence[WeightBlock]) -> Iterator[WeightPiece]:
+        """While a bucket is used the next one is on its way, and the head of the one after it."""
+        coming, arriving = deque(blocks), deque[tuple[list[Entry], Tensor, Callable[[], None]]]()
+        head = self._meeting.tensor(_ENTRIES, torch.int64)
+
+        def announced() -> Iterator[Entry]:
+            for changes in takewhile(lambda each: each != _END, cast("list[int]", head.tolist())):
+                block = coming.popleft()
+                if changes == _WHOLE:
+                    block, *others = cut(block, self._meeting.bucket_bytes)
+                    coming.extendleft(reversed(others))
+                yield Entry(block, None if changes == _WHOLE else changes)
+
+        headed = group.start(head, 0) if coming else None
+        for number in count():
+            if headed is not None:
+                headed()
+                bucket = list(announced())
+                memory = self._memory.of(number, bucket)
+                arriving.append((bucket, memory, group.start(memory, 0)))
+                headed = group.start(head, 0) if coming else None
+            if not arriving:
+                return
+            if len(arriving) == 2 or headed is None:
+                bucket, memory, arrived = arriving.popleft()
+                arrived()
+                at = 0
+                for entry in bucket:
+                    yield read(entry, memory[at : at + entry.size])
+                    at += entry.nbytes
+
+    def __reduce__(self) -> tuple[type[CollectiveReader], tuple[Meeting, Mapping[int, tuple[WeightBlock, ...]], int]]:
         return CollectiveReader, (self._meeting, self._ranks, self._place)
 
 
@@ -130,39 +170,11 @@ class CollectiveSource:
     shared = False
 
     def __init__(self, reader: CollectiveReader) -> None:
-        self._reader = reader
-        self._found: list[list[Entry]] = []
-
-    def _lists(self) -> list[list[Entry]]:
-        """Of each rank. Raises StalledError where one does not send."""
-        meeting = self._reader.meeting
-        for group in self._reader.groups() if not self._found else ():
-            length = meeting.tensor(1, torch.int64)
-            group.start(length, 0)()
-            names = meeting.tensor(int(length))
-            group.start(names, 0)()
-            self._found.append(unlisted(names.cpu().numpy().tobytes()))
-        return self._found
-
-    @property
-    def blocks(self) -> tuple[WeightBlock, ...]:
-        return tuple(entry.block for entries in self._lists() for entry in entries)
+        self._reader, self.blocks = reader, reader.blocks
 
     def shards(self) -> Iterator[WeightPiece]:
         """A piece is there until the next one is asked for. Raises StalledError where a rank goes away."""
-        meeting = self._reader.meeting
-        for group, entries in zip(self._reader.groups(), self._lists(), strict=True):
-            buckets = grouped(entries, meeting.bucket_bytes)
-            memory = self._reader.memory(max(map(_size, buckets), default=0))
-            arriving: deque[Callable[[], None]] = deque()
-            for number, bucket in enumerate(buckets):
-                for ahead in range(number + len(arriving), min(number + 2, len(buckets))):
-                    arriving.append(group.start(memory[ahead % 2][: _size(buckets[ahead])], 0))
-                arriving.popleft()()
-                at = 0
-                for entry in bucket:
-                    yield read(entry, memory[number % 2][at : at + entry.size])
-                    at += entry.nbytes
+        return self._reader.arriving()
 
 
 class Collective:
@@ -189,23 +201,18 @@ class Collective:
         return partial(CollectiveSender, self._meeting)
 
     def readers(self, opened: Sequence[OpenedWeights]) -> Sequence[CollectiveReader]:
-        ranks = [int(each.at) for each in opened]
+        ranks = {int(each.at): each.blocks for each in opened}
         return [CollectiveReader(self._meeting, ranks, 1 + i) for i in range(self._meeting.readers)]
 
     def close(self) -> None:
         vars(self).pop("_store", None)
 
 
-def _size(bucket: Sequence[Entry]) -> int:
-    """Bytes of a bucket: the last piece is not followed by anything."""
-    return sum(entry.nbytes for entry in bucket[:-1]) + bucket[-1].size
-
-
 def _as_it_lies(bucket: Sequence[Part], where: Device) -> Tensor | None:
-    """The bytes of a single shard that needs neither a copy nor a cast."""
-    (piece, entry, _), *others = bucket
+    """A single shard that needs neither a copy nor a cast."""
+    (_, piece, entry), *others = bucket
     if others or not isinstance(piece, WeightShard):
         return None
     tensor = piece.tensor.detach()
     fits = tensor.dtype == entry.block.dtype and tensor.device.type == where.kind and tensor.is_contiguous()
-    return tensor.view(-1).view(torch.uint8) if fits else None
+    return tensor if fits else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tandem.checkpoint.packing import Entry, Part, grouped, listed, parts_of, unlisted
+from tandem.checkpoint.packing import Entry, Part, buckets, listed, unlisted
 from tandem.checkpoint.transport import Outlet, Seen, this_host
 from tandem.errors import EngineError
 from tandem.weights import OpenedWeights, WeightBlock, WeightPatch, WeightPiece, WeightShard
@@ -35,23 +35,19 @@ class DiskSender:
         self._kept: list[Path] = []
         self.opened = OpenedWeights(this_host(), tuple(blocks), str(index))
 
-    def send(self, number: int, pieces: Sequence[WeightPiece], seen: Seen) -> int:
-        directory = _directory(self._directory, number)
-        parts = parts_of(pieces, self.opened.blocks, self._bucket_bytes)
-        groups = grouped((part.entry for part in parts), self._bucket_bytes)
+    def send(self, number: int, pieces: Iterable[WeightPiece], seen: Seen) -> int:
+        directory, size = _directory(self._directory, number), 0
         files: dict[str, str] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            start = 0
-            for group, entries in enumerate(groups):
+            for group, bucket in enumerate(buckets(pieces, self.opened.blocks, self._bucket_bytes)):
                 name = f"rank-{self._index}-{group}.safetensors"
-                bucket = parts[start : start + len(entries)]
                 safetensors.torch.save_file(_tensors(bucket), directory / name)
-                files[name] = listed(entries).decode()
-                start += len(entries)
-                for part in bucket:
-                    if part.ends is not None:
-                        seen(part.ends)
+                files[name] = listed([part.entry for part in bucket]).decode()
+                size += sum(part.entry.size for part in bucket)
+                for place, piece, _ in bucket:
+                    if isinstance(piece, WeightShard):
+                        seen(place, piece.tensor)
             temporary = directory / f".rank-{self._index}.json"
             temporary.write_text(json.dumps(files))
             os.replace(temporary, _list(directory, self._index))
@@ -60,7 +56,7 @@ class DiskSender:
         self._kept.append(directory)
         if len(self._kept) > 2:
             shutil.rmtree(self._kept.pop(0), ignore_errors=True)  # another rank may have removed it
-        return sum(part.entry.size for part in parts)
+        return size
 
     def close(self) -> None:
         """The files are the transport's to remove."""
@@ -140,7 +136,7 @@ def _list(directory: Path, index: int) -> Path:
 def _tensors(parts: Sequence[Part]) -> dict[str, Tensor]:
     """By the place of a piece in its file: a name says which weight it is, for people; the list says it for readers."""
     found: dict[str, Tensor] = {}
-    for i, (piece, entry, _) in enumerate(parts):
+    for i, (_, piece, entry) in enumerate(parts):
         name = f"{i}:{entry.block.name}"
         if isinstance(piece, WeightPatch):
             found |= {f"{name}:gaps": piece.gaps, f"{name}:values": piece.values}

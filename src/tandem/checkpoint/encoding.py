@@ -1,32 +1,39 @@
-"""What is sent of a block: all of it, or the positions and values that differ from what was sent last, bit by bit."""
+"""What is sent of a block: all of it, or the bytes that differ from what was sent last."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.weights import WeightBlock, WeightPatch, WeightPiece, WeightShard
+from tandem.weights import BlockHash, WeightBlock, WeightPatch, WeightPiece, WeightShard
 
-_FARTHEST = 1 << 16  # how far one position may lie behind the one before it
-_AT_ONCE = 1 << 17  # numbers that are cast and compared at a time, so that they stay in a processor's cache
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bits are compared: NaN equals itself, 0 is not -0
+Bytes = npt.NDArray[np.uint8]
+_AT_ONCE = 1 << 17  # numbers that are cast and compared at a time, so that all that comes of them stays in a processor's cache
+_INTEGERS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}  # bits: NaN equals itself, 0 is not -0
 
 
 class Encoding(Protocol):
-    """One rank's. `whole` asks for all of the block, whatever changed."""
+    """One rank's. hashes: whether `encode` hashes what is held, which otherwise is left to whoever reads the piece.
 
-    def encode(self, block: WeightBlock, tensor: Tensor, whole: bool) -> WeightPiece: ...
+    whole: asks for all of the block, whatever changed.
+    """
+
+    hashes: ClassVar[bool]
+
+    def encode(self, block: WeightBlock, tensor: Tensor, whole: bool, growing: BlockHash) -> WeightPiece: ...
 
 
 class Full:
     """Implements Encoding. A shard's tensor is the trainer's own, to be cast to the block's dtype on its way."""
 
-    def encode(self, block: WeightBlock, tensor: Tensor, whole: bool) -> WeightPiece:
-        del whole
+    hashes: ClassVar[bool] = False
+
+    def encode(self, block: WeightBlock, tensor: Tensor, whole: bool, growing: BlockHash) -> WeightPiece:
+        del whole, growing
         return WeightShard.of(block, tensor)
 
 
@@ -35,46 +42,67 @@ class Delta:
     all of it goes whole.
     """
 
+    hashes: ClassVar[bool] = True
+
     def __init__(self) -> None:
         self._sent: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
-    def encode(self, block: WeightBlock, tensor: Tensor, whole: bool) -> WeightPiece:
+    def encode(self, block: WeightBlock, tensor: Tensor, whole: bool, growing: BlockHash) -> WeightPiece:
         key = block.name, block.offsets
         before = self._sent.get(key)
         if before is None or whole:
             before = self._sent.setdefault(key, torch.empty(block.size, dtype=block.dtype))
             before.copy_(tensor.detach())
+            growing.update(before)
             return WeightShard.of(block, before)
-        changed, values = _overwritten(before.view(-1), tensor.detach().reshape(-1))
-        positions = _bridged(changed)
-        if len(positions) * (2 + block.dtype.itemsize) >= block.nbytes:
-            return WeightShard.of(block, before)
-        if len(positions) > len(changed):
-            values = before.view(-1)[torch.from_numpy(positions)]
-        gaps = torch.from_numpy((np.diff(positions, prepend=-1) - 1).astype(np.uint16))
-        return WeightPatch(block, gaps, values)
+        changes = _overwritten(before.view(-1), tensor.detach().reshape(-1), growing)
+        patch = WeightPatch(block, *(torch.from_numpy(np.concatenate(each)) for each in changes))
+        return patch if patch.nbytes < block.nbytes else WeightShard.of(block, before)
 
 
-def _overwritten(before: Tensor, now: Tensor) -> tuple[npt.NDArray[np.int64], Tensor]:
-    """Writes what is now, cast, over what was before, both flat: the positions at which bits differed, and what is there now."""
-    kind = _INTEGERS[before.dtype.itemsize]
-    positions, values = [np.empty(0, np.int64)], [before[:0]]
-    for start in range(0, len(now), _AT_ONCE):
+def _overwritten(before: Tensor, now: Tensor, growing: BlockHash) -> tuple[list[Bytes], list[Bytes]]:
+    """Writes what is now, cast, over what was before, both flat, and hashes it: gaps and values of a WeightPatch, in parts.
+
+    Where anything changed, every plane ends with its last byte, so that the next one begins as the first does.
+    """
+    integers, numel = before.view(_INTEGERS[before.dtype.itemsize]).numpy(), len(before)
+    planes = [_Plane(integers, 8 * byte) for byte in range(before.dtype.itemsize)]
+    for start in range(0, numel, _AT_ONCE):
         new = now[start : start + _AT_ONCE].to("cpu", before.dtype)
-        old = before[start : start + _AT_ONCE]
-        at = np.flatnonzero(old.view(kind).numpy() != new.view(kind).numpy())
-        if len(at):
-            positions.append(at + start)
-            values.append(new[torch.from_numpy(at)])
-            old.copy_(new)
-    return np.concatenate(positions), torch.cat(values)
+        growing.update(new)
+        differ = integers[start : start + _AT_ONCE] ^ new.view(_INTEGERS[before.dtype.itemsize]).numpy()
+        if differ.any():
+            before[start : start + _AT_ONCE].copy_(new)
+            for plane in planes:
+                plane.add(((differ & plane.mask) != 0).nonzero()[0] + start)
+    if any(plane.last >= 0 for plane in planes):
+        for plane in planes:
+            if plane.last < numel - 1:
+                plane.add(np.array([numel - 1]))
+    return [gap for plane in planes for gap in plane.gaps], [value for plane in planes for value in plane.values]
 
 
-def _bridged(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """With positions added where two neighbours lie farther apart than a gap can say."""
-    steps = np.diff(positions, prepend=-1)
-    wide = np.flatnonzero(steps > _FARTHEST)
-    if not len(wide):
-        return positions
-    between: list[npt.NDArray[np.int64]] = [np.arange(positions[i] - steps[i] + _FARTHEST, positions[i], _FARTHEST) for i in wide]
-    return np.sort(np.concatenate([positions, *between]))
+class _Plane:
+    """One byte of every number: which of them changed, as they are added in order. integers: the numbers, new ones by then."""
+
+    def __init__(self, integers: npt.NDArray[Any], shift: int) -> None:
+        self._integers, self._shift = integers, shift
+        self.mask = integers.dtype.type(0xFF << shift)
+        self.gaps, self.values, self.last = [np.empty(0, np.uint8)], [np.empty(0, np.uint8)], -1
+
+    def add(self, numbers: npt.NDArray[np.int64]) -> None:
+        """And others between them where two neighbours lie farther apart than a gap can say."""
+        if not len(numbers):
+            return
+        passed = numbers - 1
+        passed[0] -= self.last
+        passed[1:] -= numbers[:-1]
+        gaps = passed.astype(np.uint8)
+        if passed.max() > 255:
+            places = np.arange(len(passed)) + np.cumsum(passed >> 8)
+            gaps = np.full(places[-1] + 1, 255, np.uint8)
+            gaps[places] = passed & 255
+            numbers = self.last + np.cumsum(gaps + np.int64(1))
+        self.last = int(numbers[-1])
+        self.gaps.append(gaps)
+        self.values.append((self._integers[numbers] >> self._shift).astype(np.uint8))

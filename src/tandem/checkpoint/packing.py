@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from tandem.errors import EngineError
-from tandem.weights import WeightBlock, WeightPatch, WeightPiece, WeightShard
+from tandem.weights import AT_ONCE, WeightBlock, WeightPatch, WeightPiece, WeightShard
 
 _ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A piece without its numbers. changes: how many of a patch; None for a whole block."""
+    """A piece without its numbers. changes: how many bytes of a patch; None for a whole block."""
 
     block: WeightBlock
     changes: int | None
@@ -30,13 +30,7 @@ class Entry:
         """Bytes."""
         if self.changes is None:
             return self.block.nbytes
-        return self.gaps_at + 2 * self.changes
-
-    @property
-    def gaps_at(self) -> int:
-        """Where they begin in a patch, behind its values."""
-        size = (self.changes or 0) * self.block.dtype.itemsize
-        return size + size % 2
+        return 2 * self.changes
 
     @property
     def nbytes(self) -> int:
@@ -44,12 +38,9 @@ class Entry:
         return _aligned(self.size)
 
 
-def entries_of(pieces: Sequence[WeightPiece], blocks: Sequence[WeightBlock]) -> list[tuple[WeightPiece, Entry]]:
-    """blocks: those of the pieces, in the dtype of the wire."""
-    return [
-        (piece, Entry(block, len(piece.values) if isinstance(piece, WeightPatch) else None))
-        for piece, block in zip(pieces, blocks, strict=True)
-    ]
+def entry_of(piece: WeightPiece, block: WeightBlock) -> Entry:
+    """block: the piece's, in the dtype of the wire."""
+    return Entry(block, len(piece.values) if isinstance(piece, WeightPatch) else None)
 
 
 @dataclass(frozen=True)
@@ -69,10 +60,15 @@ class Contents:
         return sum(entry.size for entry in self.entries)
 
 
-def write(piece: WeightPiece, into: WeightPiece) -> None:
-    """Copies numbers to where `read` has them; a shard is cast on its way."""
-    for mine, source in zip(_tensors(into), _tensors(piece), strict=True):
-        mine.copy_(source)
+def write(piece: WeightPiece, into: WeightPiece, seen: Callable[[Tensor], None]) -> None:
+    """Copies numbers to where `read` has them; a shard is cast on its way, and `seen` is given it part by part, as it was read."""
+    if isinstance(piece, WeightPatch) and isinstance(into, WeightPatch):
+        into.values.copy_(piece.values)
+        into.gaps.copy_(piece.gaps)
+    elif isinstance(piece, WeightShard) and isinstance(into, WeightShard):
+        for source, mine in zip(_rows(piece.tensor), _rows(into.tensor), strict=True):
+            mine.copy_(source)
+            seen(source)
 
 
 def read(of: Entry, memory: Tensor) -> WeightPiece:
@@ -84,61 +80,63 @@ def read(of: Entry, memory: Tensor) -> WeightPiece:
     return WeightPatch(of.block, gaps, values)
 
 
-def _tensors(piece: WeightPiece) -> tuple[Tensor, ...]:
-    return (piece.values, piece.gaps) if isinstance(piece, WeightPatch) else (piece.tensor,)
+def _rows(tensor: Tensor) -> Sequence[Tensor]:
+    """Some at a time."""
+    if tensor.numel() <= AT_ONCE:
+        return (tensor,)
+    some = max(1, AT_ONCE * len(tensor) // tensor.numel())
+    return [tensor[start : start + some] for start in range(0, len(tensor), some)]
 
 
 def _views(of: Entry, memory: Tensor) -> tuple[Tensor, ...]:
     if of.changes is None:
         return (memory[: of.block.nbytes].view(of.block.dtype).view(of.block.size),)
-    values, gaps = memory[: of.changes * of.block.dtype.itemsize], memory[of.gaps_at : of.size]
-    return values.view(of.block.dtype), gaps.view(torch.uint16)
+    return memory[: of.changes], memory[of.changes : of.size]
 
 
 class Part(NamedTuple):
-    """Of a piece, or all of it. ends: the place of the piece of which it is the last."""
+    """Of the piece at that place, or all of it."""
 
+    place: int
     piece: WeightPiece
     entry: Entry
-    ends: int | None
 
 
-def parts_of(pieces: Sequence[WeightPiece], blocks: Sequence[WeightBlock], most: int) -> list[Part]:
-    """All of them, of at most `most` bytes each, as `cut` makes them."""
-    found: list[Part] = []
-    for place, (piece, entry) in enumerate(entries_of(pieces, blocks)):
-        found += [Part(*each, None) for each in cut(piece, entry, most)]
-        found[-1] = found[-1]._replace(ends=place)
-    return found
+def buckets(
+    pieces: Iterable[WeightPiece], blocks: Sequence[WeightBlock], most_bytes: int, most: int | None = None
+) -> Iterator[list[Part]]:
+    """All pieces in order, their shards as `cut` makes them: at most `most` parts together and `most_bytes`, or one."""
+    bucket, room = list[Part](), most_bytes
+    for place, (piece, block) in enumerate(zip(pieces, blocks, strict=True)):
+        for each in _parts(place, piece, block, most_bytes):
+            if bucket and (each.entry.nbytes > room or len(bucket) == most):
+                yield bucket
+                bucket, room = [], most_bytes
+            bucket.append(each)
+            room -= each.entry.nbytes
+    if bucket:
+        yield bucket
 
 
-def cut(piece: WeightPiece, of: Entry, most: int) -> Iterator[tuple[WeightPiece, Entry]]:
-    """A shard as blocks of rows of at most `most` bytes, or of one row; a patch as it is."""
-    block = of.block
-    if isinstance(piece, WeightPatch) or block.nbytes <= most or not block.size:
-        yield piece, of
+def _parts(place: int, piece: WeightPiece, block: WeightBlock, most: int) -> Iterator[Part]:
+    if isinstance(piece, WeightPatch):
+        yield Part(place, piece, entry_of(piece, block))
+        return
+    for part in cut(block, most):
+        rows = piece.tensor if part is block else piece.tensor[part.offsets[0] - block.offsets[0] :][: part.size[0]]
+        yield Part(place, WeightShard.of(part, rows), Entry(part, None))
+
+
+def cut(block: WeightBlock, most: int) -> Iterator[WeightBlock]:
+    """As blocks of rows of at most `most` bytes, or of one row."""
+    if block.nbytes <= most or not block.size:
+        yield block
         return
     rows = max(1, most // (block.nbytes // block.size[0]))
     for start in range(0, block.size[0], rows):
-        part = piece.tensor[start : start + rows]
         offsets = (block.offsets[0] + start, *block.offsets[1:])
-        yield (
-            WeightShard(block.name, block.shape, offsets, part),
-            Entry(WeightBlock(block.name, block.shape, offsets, tuple(part.shape), block.dtype), None),
-        )
-
-
-def grouped(entries: Iterable[Entry], most: int) -> list[list[Entry]]:
-    """In order, in groups of at most `most` bytes, or of one."""
-    groups: list[list[Entry]] = []
-    room = -1
-    for each in entries:
-        if each.nbytes > room:
-            groups.append([])
-            room = most
-        groups[-1].append(each)
-        room -= each.nbytes
-    return groups
+        size = (min(rows, block.size[0] - start), *block.size[1:])
+        yield WeightBlock(block.name, block.shape, offsets, size, block.dtype)
 
 
 def listed(entries: Sequence[Entry]) -> bytes:

@@ -146,7 +146,7 @@ class Publisher:
             )
 
     async def publish(self, policy: PolicyRef) -> Metrics:
-        """Metrics, all publish/...: bytes and time_s; sent_frac, of all numbers; delta, 0 or 1; left_out, how many engines;
+        """Metrics, all publish/...: bytes and time_s; sent_frac, of all bytes; delta, 0 or 1; left_out, how many engines;
         changed, 0 or 1, from the second time on; probe_gap, the largest difference of a logprob, where weights moved. Without
         engines nothing moves.
         """
@@ -169,7 +169,9 @@ class Publisher:
         before, self._hashes = self._hashes, tuple(each.wire_hash for each in sent)
         metrics = Metrics.mean({"publish/delta": float(delta)})
         if self._transport.moves:
-            metrics += Metrics.mean({"publish/sent_frac": sum(each.sent for each in sent) / sum(each.numbers for each in sent)})
+            metrics += Metrics.mean(
+                {"publish/sent_frac": sum(each.num_bytes for each in sent) / sum(each.whole_bytes for each in sent)}
+            )
             metrics += Metrics({"publish/probe_gap": Metric(max(each.gap for each in self._targets), 1.0, "max")})
         if before:
             metrics += Metrics.mean({"publish/changed": float(self._hashes != before)})

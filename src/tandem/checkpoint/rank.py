@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -12,16 +12,15 @@ from tandem.checkpoint.encoding import Delta, Encoding, Full
 from tandem.checkpoint.transport import Outlet, Sender
 from tandem.errors import EngineError
 from tandem.weights import (
+    BlockHash,
     OpenedWeights,
     SentWeights,
     WeightBlock,
     WeightLayout,
-    WeightPatch,
     WeightPiece,
     WeightShard,
-    block_hash,
+    ahead,
     joined_hash,
-    two_at_a_time,
 )
 
 
@@ -58,16 +57,25 @@ class RankWeights:
         """delta: only what changed since the last one, unless `whole` asks for everything, or there was none."""
         if self._sender is None:
             return None
-        held = await asyncio.to_thread(list, self._held())
-        pieces = await asyncio.to_thread(self._encode, held, delta, whole)
-        hashes = [b""] * len(held)
+        if delta != isinstance(self._encoding, Delta):
+            self._encoding = Delta() if delta else Full()
+        return await asyncio.to_thread(self._send, self._sender, number, self._encoding, whole)
 
-        def seen(place: int) -> None:
-            hashes[place] = block_hash(*held[place])
+    def _send(self, sender: Sender, number: int, encoding: Encoding, whole: bool) -> SentWeights:
+        held = list(self._held())
+        hashes = [BlockHash(block) for block in self._blocks]
 
-        moved = await asyncio.to_thread(self._sender.send, number, pieces, seen)
-        sent = (len(piece.values) if isinstance(piece, WeightPatch) else piece.tensor.numel() for piece in pieces)
-        return SentWeights(joined_hash(hashes), moved, sum(block.numel for block in self._blocks), sum(sent))
+        def encode(place: int) -> WeightPiece:
+            return encoding.encode(*held[place], whole, hashes[place])
+
+        def seen(place: int, part: Tensor) -> None:
+            if not encoding.hashes:
+                hashes[place].update(part)
+
+        pieces = ahead(encode, len(held)) if encoding.hashes else map(encode, range(len(held)))
+        moved = sender.send(number, pieces, seen)
+        whole_bytes = sum(block.nbytes for block in self._blocks)
+        return SentWeights(joined_hash(each.digest() for each in hashes), moved, whole_bytes)
 
     def _held(self) -> Iterator[tuple[WeightBlock, Tensor]]:
         """Each block with the tensor that is held of it, in the trainer's dtype."""
@@ -75,12 +83,6 @@ class RankWeights:
             if (shard.name, shard.offsets) != (block.name, block.offsets):
                 raise EngineError(f"weight {shard.name} stands where {block.name} was as the weights were opened: open them again")
             yield block, shard.tensor
-
-    def _encode(self, held: Sequence[tuple[WeightBlock, Tensor]], delta: bool, whole: bool) -> list[WeightPiece]:
-        if delta != isinstance(self._encoding, Delta):
-            self._encoding = Delta() if delta else Full()
-        encoding = self._encoding
-        return two_at_a_time(lambda place: encoding.encode(*held[place], whole), len(held))
 
     def close(self) -> None:
         """Also what is kept of what was sent before is let go."""

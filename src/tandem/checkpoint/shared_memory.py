@@ -13,12 +13,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.packing import Contents, Entry, entries_of, read, unlisted, write
+from tandem.checkpoint.packing import Contents, Entry, entry_of, read, unlisted, write
 from tandem.checkpoint.transport import Outlet, Seen, this_host
 from tandem.errors import EngineError
 from tandem.weights import OpenedWeights, WeightBlock, WeightPatch, WeightPiece, two_at_a_time
@@ -48,11 +49,7 @@ class Buffer:
         self.bytes[_HEAD_BYTES : _HEAD_BYTES + len(names)] = torch.frombuffer(bytearray(names), dtype=torch.uint8)
         laid = self._lay(names, contents.entries)
 
-        def copied(place: int) -> None:
-            write(pieces[place], laid[place][1])
-            seen(place)
-
-        two_at_a_time(copied, len(pieces))
+        two_at_a_time(lambda place: write(pieces[place], laid[place][1], partial(seen, place)), len(pieces))
         self._head[_ENDED] = number
 
     def check(self, number: int) -> None:
@@ -98,11 +95,11 @@ class MemorySender:
         self._buffers = [Buffer(f"/proc/self/fd/{file}", size) for file in self._files]
         self.opened = OpenedWeights(this_host(), tuple(blocks), " ".join(map(str, (os.getpid(), size, *self._files))))
 
-    def send(self, number: int, pieces: Sequence[WeightPiece], seen: Seen) -> int:
-        contents = self._whole
-        if any(isinstance(piece, WeightPatch) for piece in pieces):
-            contents = Contents(tuple(entry for _, entry in entries_of(pieces, self.opened.blocks)))
-        self._buffers[number % 2].write(number, contents, pieces, seen)
+    def send(self, number: int, pieces: Iterable[WeightPiece], seen: Seen) -> int:
+        contents, held = self._whole, list(pieces)
+        if any(isinstance(piece, WeightPatch) for piece in held):
+            contents = Contents(tuple(map(entry_of, held, self.opened.blocks)))
+        self._buffers[number % 2].write(number, contents, held, seen)
         return contents.size
 
     def close(self) -> None:

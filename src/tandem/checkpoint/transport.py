@@ -11,15 +11,18 @@ by whoever publishes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
+
+from torch import Tensor
 
 from tandem.ports import WeightSource
 from tandem.weights import OpenedWeights, WeightBlock, WeightPiece
 
-Seen = Callable[[int], None]
-"""Is told the place of each piece when its numbers were read, while they lie in a cache. In any thread."""
+Seen = Callable[[int, Tensor], None]
+"""Is given the place of a piece and the numbers of it that were just read, while they lie in a cache: for each shard all of them,
+part by part in order. In any thread."""
 
 
 class Sender(Protocol):
@@ -27,8 +30,10 @@ class Sender(Protocol):
 
     opened: OpenedWeights
 
-    def send(self, number: int, pieces: Sequence[WeightPiece], seen: Seen) -> int:
-        """Bytes. One piece a block, in order; a shard may be of another dtype than its block, to be cast on its way."""
+    def send(self, number: int, pieces: Iterable[WeightPiece], seen: Seen) -> int:
+        """Bytes. One piece a block, in order, made when it is asked for; a shard is cast to the dtype of its block
+        on its way.
+        """
         ...
 
     def close(self) -> None: ...

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tandem.errors import EngineError
 from tandem.models.language_model import LanguageModel
 from tandem.ports import WeightSource
-from tandem.weights import WeightBlock, WeightPiece, WeightShard, block_hash, joined_hash, two_at_a_time
+from tandem.weights import WeightBlock, WeightPatch, WeightPiece, WeightShard, block_hash, joined_hash, two_at_a_time
 
 
 @torch.no_grad()
@@ -31,7 +31,10 @@ def load(module: nn.Module, source: WeightSource) -> None:
 
 
 def scatter(piece: WeightPiece, into: Tensor, offsets: Sequence[int] | None = None) -> None:
-    """Writes what of the piece falls into `into`, which is the weight, or its block at `offsets`."""
+    """Writes what of the piece falls into `into`, which is the weight, or its block at `offsets`.
+
+    Of a patch, `into` holds what the sender had before, in a dtype that loses nothing of it.
+    """
     block = piece.block
     mine = WeightBlock(block.name, block.shape, tuple(offsets or (0,) * into.ndim), tuple(into.shape), into.dtype)
     starts = [max(a, b) for a, b in zip(block.offsets, mine.offsets, strict=True)]
@@ -41,16 +44,18 @@ def scatter(piece: WeightPiece, into: Tensor, offsets: Sequence[int] | None = No
     if isinstance(piece, WeightShard):
         into[_part(starts, ends, mine)].copy_(piece.tensor[_part(starts, ends, block)])
         return
-    if mine.size == mine.shape == block.size and into.is_contiguous():
-        into.view(-1)[piece.positions.to(into.device)] = piece.values.to(into.device, into.dtype)
+    if block == mine and into.is_contiguous():
+        _overwrite(into, piece)
         return
-    at = torch.unravel_index(piece.positions.to(piece.values.device), block.size) if block.size else ()
-    at = [index + offset for index, offset in zip(at, block.offsets, strict=True)]
-    inside = torch.ones(len(piece.values), dtype=torch.bool, device=piece.values.device)
-    for index, start, end in zip(at, starts, ends, strict=True):
-        inside &= (index >= start) & (index < end)
-    places = tuple((index[inside] - offset).to(into.device) for index, offset in zip(at, mine.offsets, strict=True))
-    into[places] = piece.values[inside].to(into.device, into.dtype)
+    whole, there = torch.empty(block.size, dtype=block.dtype, device=into.device), into[_part(starts, ends, mine)]
+    here = whole[_part(starts, ends, block)]
+    here.copy_(there)
+    _overwrite(whole, piece)
+    there.copy_(here)
+
+
+def _overwrite(block: Tensor, patch: WeightPatch) -> None:
+    block.view(-1).view(torch.uint8)[patch.positions.to(block.device)] = patch.values.to(block.device)
 
 
 def wire_hash(weights: Mapping[str, Tensor], blocks: Sequence[WeightBlock]) -> str:
