@@ -120,8 +120,8 @@ def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05, log
     difference = log_ratio(inputs.policy_logprobs, inputs.token("old_logprobs"), log_ratio_clamp)
     ratio = difference.exp()
     tau = torch.full_like(ratio, tau_neg).masked_fill_(advantages > 0, tau_pos)
-    gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
-    return policy_term(inputs, -advantages * gate, ratio_metrics(inputs, ratio, difference))
+    loss = -4 * advantages / tau * torch.sigmoid(tau * (ratio - 1))
+    return policy_term(inputs, loss, ratio_metrics(inputs, ratio, difference))
 
 
 def mirror_descent(inputs: LossInputs, *, dro_beta: float = 0.1) -> TokenLoss:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.algos.checks import keep
+from tandem.algos.checks import keep, num_counted
 
 
 def row_of_token(lengths_B: Tensor) -> Tensor:
@@ -35,6 +35,8 @@ def _repeated(values_B: Tensor, lengths_B: Tensor) -> Tensor:
 
 def row_counts(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     """int64 [B]: counted tokens of each row."""
+    if num_counted(mask_N) == len(mask_N):
+        return lengths_B.to(mask_N.device)
     upto = mask_N.new_zeros(len(mask_N) + 1, dtype=torch.int64)
     torch.cumsum(mask_N, 0, out=upto[1:])
     ends_B = lengths_B.to(mask_N.device).cumsum(0)
@@ -43,7 +45,7 @@ def row_counts(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
 
 def row_sum(values_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     """[B]: the sum of each row's counted tokens, 0 for a row without one; differentiable."""
-    kept = keep(values_N, mask_N)
+    kept = keep(values_N, mask_N, num_counted(mask_N))
     return torch.segment_reduce(kept, "sum", lengths=lengths_B.to(kept.device), unsafe=True)
 
 
