@@ -87,13 +87,18 @@ ESTIMATORS = list(_choices())
 ALONE = dict.fromkeys(
     (
         f"{name} singleton=reward"
-        for name in ("group_baseline", "decoupled_normalization", "length_weighted_baseline", "nonzero_scaled_baseline")
+        for name in (
+            *("group_baseline", "decoupled_normalization", "length_weighted_baseline", "nonzero_scaled_baseline"),
+            "optimal_token_baseline",
+        )
     ),
     "a group of one has its reward",
 )
 EXCEPT: dict[str, dict[str, str]] = {
     "one": ALONE,
-    "constant": {"optimal_token_baseline": "a small number is added to the sum of the weights"},
+    "constant": dict.fromkeys(
+        ("optimal_token_baseline", "optimal_token_baseline singleton=reward"), "a small number is added to the sum of the weights"
+    ),
     "shift": {
         "nonzero_scaled_baseline": "which rewards are 0 matters",
         "mean_normalized": "divides by the mean",
