@@ -27,13 +27,14 @@ from typing import cast
 
 from tandem import device
 from tandem.assemble.directory import Begun, open_directory, steps_done
+from tandem.assemble.first_tasks import check_tasks
 from tandem.assemble.interrupt import complete
 from tandem.assemble.measuring import Measured, measured
-from tandem.assemble.model import Model, build_model
+from tandem.assemble.model import Model, build_model, check_memory
 from tandem.assemble.phases import Phase, algorithm, first_trained, from_dataset, main_phase, memory, warmup_phase
 from tandem.assemble.roles import merged
 from tandem.assemble.rollout import Rollout, open_rollout
-from tandem.assemble.tasks import build_dataset, check_prompts, notes
+from tandem.assemble.tasks import build_dataset, notes
 from tandem.assemble.trackers import build_trackers, find_trackers
 from tandem.checkpoint.journal import Journal
 from tandem.checkpoint.snapshots import Part, SnapshotStore
@@ -89,8 +90,8 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun
         if not from_dataset(recipe) or recipe.reward is not None:
             journal = stack.enter_context(closing(Journal(directory / "journal.jsonl")))
             rollout = await stack.enter_async_context(open_rollout(recipe, model, journal))
-        heldout = _heldout(recipe, model) if rollout is not None and recipe.reward is not None else None
-        phase = main_phase(recipe, model, rollout, directory)
+        phase = await _main_phase(recipe, model, rollout)
+        heldout = await _heldout(recipe, model) if rollout is not None and recipe.reward is not None else None
         first = warmup_phase(recipe, model, directory / "warmup") if recipe.warmup is not None else None
         initial, copies = directory / "initial", phase.roles.copies
         if resume and copies and steps_done(recipe) and not initial.is_dir():
@@ -100,7 +101,7 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun
             )
         stack.enter_context(open_directory(directory, resolved, resume, console))
         begun()
-        console.print(model.describe(), markup=False, highlight=False)
+        console.print(model.describe(), markup=False, highlight=False, soft_wrap=True)
         for said in (*phase.notes, *(() if first is None else first.notes), *notes(heldout)):
             console.print(said, markup=False, highlight=False, soft_wrap=True)
         if not phase.workers.shared:
@@ -121,12 +122,22 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun
         _finish(recipe, main, directory, console)
 
 
-def _heldout(recipe: Recipe, model: Model) -> Dataset | None:
+async def _heldout(recipe: Recipe, model: Model) -> Dataset | None:
     if recipe.data.heldout is None:
         return None
     dataset = build_dataset(recipe.data.heldout, "heldout", seed_of(recipe.seed, "heldout"), model.renderer)
-    check_prompts(dataset, recipe, model.renderer, recipe.evaluation.tasks)
+    await check_tasks(dataset, recipe, model.renderer, judged=True, most=recipe.evaluation.tasks)
     return dataset
+
+
+async def _main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
+    """Raises DataError for tasks, and ConfigError for sizes, with which it would fail later."""
+    phase = main_phase(recipe, model, rollout, recipe.run.directory)
+    if recipe.runtime.name != "ray":  # whose workers have memory of other machines
+        check_memory(memory(recipe, phase))
+    if isinstance(phase.source, RolloutSource):
+        await check_tasks(phase.source.dataset, recipe, model.renderer, judged=phase.roles.judge is None)
+    return phase
 
 
 # ------------------------------------------------------------------------------------------------------ one phase
@@ -330,7 +341,7 @@ async def _measure(recipe: Recipe, console: Console) -> None:
     if recipe.data.heldout is None:
         raise ConfigError("there is nothing to evaluate on: give data.heldout a task or a path")
     model = build_model(recipe, first_trained(recipe))
-    console.print(model.describe(), markup=False, highlight=False)
+    console.print(model.describe(), markup=False, highlight=False, soft_wrap=True)
     async with AsyncExitStack() as stack:
         loss = await _heldout_loss(recipe, recipe.data.heldout, model) if from_dataset(recipe) else None
         if loss is None and recipe.reward is None:
@@ -338,7 +349,8 @@ async def _measure(recipe: Recipe, console: Console) -> None:
         rollout = None
         if recipe.reward is not None:
             rollout = await stack.enter_async_context(open_rollout(recipe, model))
-        found = await measured(recipe, loss, PolicyRef(), rollout, _heldout(recipe, model) if rollout is not None else None)
+        heldout = await _heldout(recipe, model) if rollout is not None else None
+        found = await measured(recipe, loss, PolicyRef(), rollout, heldout)
     for name, value in found.values.items():
         note = "  episodes that could not be judged; they are in no rate" if name == "failed" and value else ""
         console.print(f"{name:<20} {value:.3f}" if name not in ("n", "failed") else f"{name:<20} {value:.0f}{note}")
@@ -360,14 +372,14 @@ async def _heldout_loss(recipe: Recipe, heldout: DatasetSection, model: Model) -
 async def _dry_run(recipe: Recipe, console: Console) -> None:
     """Builds everything, prints the plan, and stops before the first step."""
     model = build_model(recipe, first_trained(recipe))
-    console.print(model.describe(), markup=False, highlight=False)
+    console.print(model.describe(), markup=False, highlight=False, soft_wrap=True)
     async with AsyncExitStack() as stack:
         rollout = None if from_dataset(recipe) else await stack.enter_async_context(open_rollout(recipe, model))
-        _heldout(recipe, model)
-        directory = recipe.run.directory
-        phases = [main_phase(recipe, model, rollout, directory)]
+        phases = [await _main_phase(recipe, model, rollout)]
+        if recipe.reward is not None:
+            await _heldout(recipe, model)
         if recipe.warmup is not None:
-            phases.insert(0, warmup_phase(recipe, model, directory / "warmup"))
+            phases.insert(0, warmup_phase(recipe, model, recipe.run.directory / "warmup"))
         for phase in phases:
             first = f"{phase.ahead}, as groups complete; " if phase.ahead.stages else ""
             steps = f"{phase.name:<8} {phase.steps} steps of {phase.algorithm.name}"

@@ -6,8 +6,10 @@ import json
 import sys
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoModelForCausalLM
 
 from tandem.assemble.imports import import_model
@@ -83,17 +85,26 @@ def test_what_is_no_model_is_refused(file: Path, tmp_path: Path, monkeypatch: py
 
 def test_an_id_is_fetched_from_the_hub(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import_model(str(file), tmp_path / "there")
+    response = httpx2.Response(404, request=httpx2.Request("GET", "https://hub"))
+    problems = {"owner/none": RepositoryNotFoundError("not found", response=response)}
+    problems |= {"owner/far": LocalEntryNotFoundError("no internet"), "owner/a b": HFValidationError("no blanks")}
     asked: list[tuple[str, tuple[str, ...]]] = []
 
     def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
         asked.append((name, tuple(allow_patterns)))
-        if name == "owner/none":
-            raise OSError("Repository\nnot found")
+        if name in problems:
+            raise problems[name]
         return str(tmp_path / "there")
 
     monkeypatch.setattr("tandem.models.hub.snapshot_download", snapshot_download)
     import_model("owner/name", tmp_path / "out")
     assert torch.equal(load_decoder(tmp_path / "out").output_weight, load_decoder(tmp_path / "there").output_weight)
     assert asked == [("owner/name", ("*.json", "*.safetensors", "*.jinja"))]
-    with pytest.raises(ModelError, match="cannot be fetched from the hub: Repository not found; import a file or a directory"):
-        import_model("owner/none", tmp_path / "more")
+    said = {
+        "owner/none": r"and the hub gives no such model \(404\): correct the name or, where it asks for a login, set HF_TOKEN$",
+        "owner/far": "and the hub, .*, is not reached from this machine: fetch the model elsewhere and give the path of its",
+        "owner/a b": "and it is no id of a model on the hub: no blanks$",
+    }
+    for name, message in said.items():
+        with pytest.raises(ModelError, match=f"^there is no file or directory {name}, {message}"):
+            import_model(name, tmp_path / "more")

@@ -240,6 +240,7 @@ def test_weights_that_are_missing_or_extra_or_of_another_shape_are_an_error(tmp_
     for what, other in {
         rf"missing .*{lost}": {name: tensor for name, tensor in weights.items() if name != lost},
         rf"mismatched .*{lost}": {**weights, lost: torch.zeros(3, 3)},
+        rf"{weights[lost].numel():,} of the .* numbers of {lost} are NaN": {**weights, lost: weights[lost] * torch.nan},
         r"unexpected .*score\.weight": {**weights, "score.weight": torch.zeros(1, 16)},
     }.items():
         save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import EngineError
-from tandem.models.decoder import Decoder, KVCache, init_decoder
+from tandem.models.decoder import Decoder, DecoderConfig, KVCache, count_parameters, init_decoder
 from tandem.models.heads import next_logprobs, row_logprobs
 from tandem.models.windows import window_cut
 from tests.models.tiny import config, loud, tokens
@@ -40,6 +40,21 @@ def test_parameters_have_their_hugging_face_names() -> None:
     assert not any(name.startswith("lm_head") for name, _ in Decoder(config()).named_parameters())
     assert dict(Decoder(config()).named_buffers(remove_duplicate=False)).keys() == {"cos", "sin"}
     assert Decoder(config()).state_dict().keys() == dict(Decoder(config()).named_parameters()).keys()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        config(),
+        config(num_layers=1, tie_embeddings=False),
+        config(num_layers=5, attention_bias=True, output_bias=True, mlp_bias=True, unrotated=(3, 4)),
+        config(num_layers=3, qk_norm=True, head_dim=32),
+    ],
+)
+def test_parameters_and_bytes_are_known_before_they_are_there(shape: DecoderConfig) -> None:
+    assert count_parameters(shape) == sum(parameter.numel() for parameter in Decoder(shape).parameters())
+    cache = KVCache(shape, 3, 21)
+    assert KVCache.num_bytes(shape, 3, 21) == cache.keys.nbytes + cache.values.nbytes
 
 
 def test_initial_weights_follow_from_the_seed() -> None:

@@ -87,6 +87,15 @@ def test_tensors_that_do_not_fit_the_metadata_are_refused(tmp_path: Path) -> Non
         load_gguf(tmp_path / "m.gguf")
 
 
+def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    decoder = loud(config())
+    with torch.no_grad():
+        decoder.model.norm.weight[5] = torch.inf
+    write(tmp_path / "m.gguf", decoder)
+    with pytest.raises(ModelError, match=r"1 of the 48 numbers of output_norm\.weight are NaN or infinite"):
+        load_gguf(tmp_path / "m.gguf")
+
+
 def test_files_that_are_none_or_damaged_are_refused(tmp_path: Path) -> None:
     whole = tmp_path / "m.gguf"
     write(whole, loud(config()))

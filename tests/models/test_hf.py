@@ -25,7 +25,7 @@ from transformers import (
 
 from tandem.errors import EngineError, ModelError, SnapshotError
 from tandem.models.decoder import Decoder, KVCache
-from tandem.models.hf import load_decoder, load_value_model, save_decoder
+from tandem.models.hf import check_values, load_decoder, load_value_model, read_config, save_decoder
 from tandem.models.values import value_model_on
 from tests.models.tiny import config, loud, tokens
 
@@ -232,6 +232,21 @@ def test_what_the_decoder_cannot_compute_is_refused_by_name(saved: Path, fields:
     edit(saved, **fields)
     with pytest.raises(ModelError, match=message):
         load_decoder(saved)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_numbers_that_are_none_are_refused(value: float, saved: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, :2] = value
+    save_file(tensors, saved / "model.safetensors")
+    shape = list(tensors["model.layers.1.mlp.up_proj.weight"].shape)
+    message = rf"2 of the {shape[0] * shape[1]:,} numbers of model\.layers\.1\.mlp\.up_proj\.weight are NaN or infinite"
+    with pytest.raises(ModelError, match=message):
+        load_decoder(saved)
+    with torch.device("meta"):
+        outline = Decoder(read_config(saved))
+    with pytest.raises(ModelError, match=message):
+        check_values(outline, saved)
 
 
 def test_an_index_that_names_another_file_is_refused(saved: Path) -> None:

@@ -43,6 +43,24 @@ THINKING = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+SPACED = """\
+{% for message in messages %}
+    {% if message.role == 'user' %}
+<user>
+  {{ message.content }}
+    {% elif message.role == 'assistant' %}
+<assistant> {{ message.content }}{{ eos_token }}
+    {% else %}
+  \t{# whoever else #}
+<{{ message.role }}>{{ message.content }}
+
+    {% endif %}
+  {%+ if loop.first %}first{% endif +%}
+{% endfor %}
+{{ '<assistant> ' if add_generation_prompt }}
+"""
+"""In which every line break and blank counts: blocks and comments on lines of their own, indented, and a line break at the end."""
+
 
 def byte_level(path: Path, *, special: list[str], **files: dict[str, object] | str) -> Path:
     """A tokenizer directory with one token a byte and `special` tokens; `files` by their name without its ending."""
@@ -82,6 +100,12 @@ def smollm2(path: Path) -> Tokenizer:
     return load_tokenizer(byte_level(path, special=tokens, tokenizer_config=config, chat_template=SMOLLM2))
 
 
+def spaced(path: Path) -> Tokenizer:
+    """A template that is written as programs are, so that what the environment does with blanks shows."""
+    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    return load_tokenizer(byte_level(path, special=["<|end|>"], tokenizer_config=config, chat_template=SPACED))
+
+
 def llama3(path: Path) -> Tokenizer:
     """In Llama 3's style: the template has a file of its own, trims contents, writes the date; two stop ids."""
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
@@ -108,4 +132,4 @@ def plain(path: Path) -> Tokenizer:
     return load_tokenizer(path)
 
 
-STYLES = {"smollm2": smollm2, "chatml": chatml, "llama3": llama3, "plain": plain}
+STYLES = {"smollm2": smollm2, "chatml": chatml, "spaced": spaced, "llama3": llama3, "plain": plain}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,8 @@ from tandem.assemble.tasks import PREFIX, problem
 from tandem.durable import attempt
 from tandem.errors import ConfigError, DeviceError, ModelError
 from tandem.faults import crash_point
-from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
-from tandem.models.hf import load_decoder, load_value_model, save_decoder
+from tandem.models.decoder import Decoder, DecoderConfig, count_parameters, init_decoder
+from tandem.models.hf import load_decoder, load_value_model, read_config, save_decoder
 from tandem.models.language_model import LanguageModel
 from tandem.models.probe import ProbeResult, probe
 from tandem.models.values import ValueModel
@@ -100,9 +100,11 @@ def build_model(recipe: Recipe, kind: type[Decoder] = Decoder) -> Model:
             raise ConfigError(f"{recipe.algorithm.name} trains a model of values, which model.library=transformers has not")
         decoder = library.load(recipe.model.path, dtype)
     elif recipe.model.path is not None:
+        check_memory(_outlasts(read_config(recipe.model.path)))
         decoder = (load_value_model if kind is ValueModel else load_decoder)(recipe.model.path, dtype)
     else:
-        decoder = init_decoder(_shape(recipe.model, tokenizer), seed_of(recipe.seed, "weights"), dtype)
+        check_memory(_outlasts(shape := _shape(recipe.model, tokenizer)))
+        decoder = init_decoder(shape, seed_of(recipe.seed, "weights"), dtype)
     check_fit(decoder.config.vocab_size, decoder.max_positions, tokenizer, recipe, "the model")
     lora, seed, origin = recipe.lora, seed_of(recipe.seed, "adapter"), _absolute(recipe.model.path)
 
@@ -113,6 +115,26 @@ def build_model(recipe: Recipe, kind: type[Decoder] = Decoder) -> Model:
     adapt(decoder)
     probed = probe(decoder.config, dtype, adapt) if isinstance(decoder, Decoder) else None
     return Model(decoder, tokenizer, TemplateRenderer(tokenizer, template), probed, recipe.train.top_layers)
+
+
+def check_memory(planned: Mapping[str, int]) -> None:
+    """planned: bytes, by what they are for. Raises ConfigError where this machine has less."""
+    total, there = sum(planned.values()), device.select("cpu").memory().total_bytes
+    if total > there:
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in planned.items() if size > total / 100)
+        raise ConfigError(
+            f"the run would hold {_gib(total)} of memory from step to step, and this machine has {_gib(there)}: {parts}; choose a "
+            f"smaller model, train its last layers (train.top_layers) or an adapter (lora), or lower engine.slots or max_context"
+        )
+
+
+def _outlasts(config: DecoderConfig) -> dict[str, int]:
+    """What is held of a model of this shape, trained or not."""
+    return {"weights": 4 * count_parameters(config), "rotary positions": 8 * config.max_positions * config.head_dim}
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"
 
 
 def check_fit(vocab_size: int, max_positions: int | None, tokenizer: Tokenizer, recipe: Recipe, what: str) -> None:

@@ -12,12 +12,12 @@ from tandem.algos.table import configure, learns_values
 from tandem.assemble.model import Model
 from tandem.assemble.roles import KINDS, Roles, base_stages, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
-from tandem.assemble.tasks import Form, build_dataset, check_prompts, notes
+from tandem.assemble.tasks import Form, build_dataset, notes
 from tandem.assemble.weights import build_checkpoint
 from tandem.assemble.workers import Job, Workers, joining
 from tandem.checkpoint.gathered import gather
 from tandem.errors import ConfigError, PlanError
-from tandem.models.decoder import Decoder
+from tandem.models.decoder import Decoder, KVCache
 from tandem.models.values import ValueModel, value_model_on
 from tandem.ports import CheckpointEngine, WorkerGroup
 from tandem.queue.durable import DurableQueue
@@ -183,7 +183,6 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
     planned = _planned(chosen.needs | roles.needs, RolloutSource.columns, known, chosen)
     ahead, rest = (NOTHING, planned) if workers.shared else planned.split()  # in one process nothing would overlap
     dataset = build_dataset(recipe.data.train, "train", seed_of(recipe.seed, "tasks"), model.renderer)
-    check_prompts(dataset, recipe, model.renderer)
     source = RolloutSource(
         dataset=dataset,
         agent=rollout.agent,
@@ -398,15 +397,14 @@ def _dataset_phase(
 
 def memory(recipe: Recipe, phase: Phase) -> dict[str, int]:
     """Bytes of what lasts from step to step; activations of one micro-batch come on top."""
-    decoder = phase.model.decoder
-    config, (weights, trained) = decoder.config, (4 * count for count in phase.model.sizes)
+    decoder, engine = phase.model.decoder, recipe.engine
+    weights, trained = (4 * count for count in phase.model.sizes)
     beside = [(role, role.model.num_parameters * 4) for role in phase.roles.all]
-    generates = isinstance(decoder, Decoder)
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.dtype.itemsize if generates else 0
+    generates = isinstance(decoder, Decoder) and bool(phase.engines)
     return {
         "weights": weights,
         "gradients": trained,
         "AdamW moments": 2 * trained,
         **{role.name: size * (1 if role.objective is None else 4) for role, size in beside},  # with gradients and moments
-        "rollout KV cache": cache * recipe.engine.slots * recipe.engine.max_context,
+        "rollout KV cache": KVCache.num_bytes(decoder.config, engine.slots, engine.max_context) if generates else 0,
     }

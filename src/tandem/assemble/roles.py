@@ -17,7 +17,7 @@ from tandem.assemble.model import Model, check_fit
 from tandem.assemble.workers import Blueprint, Job, Workers
 from tandem.errors import ConfigError, ModelError
 from tandem.models.decoder import Decoder
-from tandem.models.hf import check_weights, has_value_head, read_config
+from tandem.models.hf import check_values, has_value_head, read_config
 from tandem.models.language_model import LanguageModel
 from tandem.models.values import ValueModel
 from tandem.ports import WorkerGroup
@@ -276,7 +276,7 @@ def _checked(name: str, path: Path, recipe: Recipe, model: Model) -> Blueprint:
             f"the first is {first!r}, {mine.get(first, 'absent')} in the policy's and {theirs.get(first, 'absent')} there"
         )
     own = Blueprint(KINDS[name].model, read_config(path), model.decoder.dtype)
-    check_weights(own.outline(), path)
+    check_values(own.outline(), path)
     if KINDS[name].judges and not has_value_head(path):
         raise ModelError(f"{name}.path={path} holds no reward model but one of language, without a head that scores")
     check_fit(own.config.vocab_size, own.config.max_positions, model.tokenizer, recipe, f"{name}.path={path}")

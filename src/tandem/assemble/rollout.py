@@ -10,11 +10,11 @@ from typing import cast
 from tandem.agents.env_loop import EnvLoop
 from tandem.algos.columns import reads
 from tandem.algos.table import configure
-from tandem.assemble.model import Model
+from tandem.assemble.model import Model, check_memory
 from tandem.assemble.rewards import open_reward
 from tandem.checkpoint.journal import Journal
 from tandem.errors import ConfigError, RegistryError
-from tandem.models.decoder import Decoder
+from tandem.models.decoder import Decoder, KVCache
 from tandem.models.probe import TOLERANCE
 from tandem.ports import LLM, AgentLoop, Env, Reward
 from tandem.recipe import AgentSection, Recipe
@@ -67,6 +67,8 @@ async def open_rollout(recipe: Recipe, model: Model, journal: Journal | None = N
             f"model.library={recipe.model.library}: the native engine generates with tandem's own decoder, so that such a model is "
             "trained on a dataset (sft, preferences, distillation), without a reward: choose such an algorithm and reward=null"
         )
+    cache = KVCache.num_bytes(model.decoder.config, recipe.engine.slots, recipe.engine.max_context)
+    check_memory({"weights": 4 * model.sizes[0], "rollout KV cache": cache})
     tolerance = max(TOLERANCE, model.probed.gap)
     engine = NativeEngine(model.decoder, model.renderer.text, recipe.engine, exact=model.probed.exact, tolerance=tolerance)
 

@@ -11,15 +11,13 @@ from tandem.data.hub import HubDataset
 from tandem.data.reasoning import PREFIX, ReasoningTasks
 from tandem.data.selection import Kept, Mixture
 from tandem.data.tasks import TASKS
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError
 from tandem.ports import Dataset, Renderer
-from tandem.recipe import DatasetSection, Recipe, SourceSection
+from tandem.recipe import DatasetSection, SourceSection
 from tandem.registry import resolve
-from tandem.rollout.session import check_prompt
 from tandem.types import Task
 
 Form = Literal["tasks", "demonstrations", "pairs"]
-CHECKED = 4096  # tasks whose prompt is rendered before a run begins, in a second or two
 
 
 def problem(name: str) -> type[Problem]:
@@ -46,22 +44,6 @@ def read_dataset(section: DatasetSection, split: Split, seed: int, form: Form = 
         return _origin(section, split, seed, form)
     datasets = [_origin(source, split, seed, form) for source in section.sources]
     return Mixture(datasets, [source.weight or len(each) for source, each in zip(section.sources, datasets, strict=True)])
-
-
-def check_prompts(dataset: Dataset, recipe: Recipe, renderer: Renderer, most: int = CHECKED) -> None:
-    """Raises DataError for one of the first `most` tasks that the policy cannot be asked; others are looked at when they come.
-
-    Of agents other than single_turn nobody knows with what they begin.
-    """
-    if recipe.agent.env is not None or recipe.agent.name != "single_turn":
-        return
-    for task in (dataset[index] for index in range(min(most, len(dataset)))):
-        where = f"task {task.id!r} of {dataset.name!r}: the prompt"
-        try:
-            tokens = renderer.opening(task.asked().messages)
-        except DataError as problem:
-            raise DataError(f"{where}: {problem}") from problem
-        check_prompt(tokens, recipe.engine.max_context, where)
 
 
 def notes(*datasets: Dataset | None) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,18 +57,21 @@ def hub_rows(config: HubConfig) -> Rows:
             f"the dataset {config} is read by the package datasets, which is not installed: pip install 'tandem-rl[datasets]'"
         ) from None
     library = cast("Any", datasets)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each try that fails would be told
     try:
         if (Path(config.path) / "state.json").is_file() or (Path(config.path) / "dataset_dict.json").is_file():
             found = library.load_from_disk(config.path)
             found = found[config.split] if hasattr(found, "keys") else found
         else:
             found = library.load_dataset(config.path, config.subset, split=config.split)
-    except (OSError, ValueError, LookupError, library.exceptions.DatasetsError) as problem:
-        said = " ".join(str(problem).split())
+    except ConnectionError:
         raise DataError(
-            f"the dataset {config} cannot be had: {said[:300]}; check its name, subset and split, and whether this machine reaches "
-            f"the hub; a directory of it that was fetched elsewhere will do too"
+            f"the dataset {config} is not here, and the hub is not reached from this machine: fetch it elsewhere and give the path "
+            f"of its directory, or of a file of it"
         ) from None
+    except (OSError, ValueError, LookupError, library.exceptions.DatasetsError) as problem:
+        said = textwrap.shorten(str(problem), 300, placeholder=" ...")
+        raise DataError(f"the dataset {config} cannot be had: {said}; correct its name, subset or split") from None
     return _rows(config, found)
 
 

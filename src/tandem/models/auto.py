@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tandem.durable import attempt
 from tandem.errors import EngineError, ModelError
 from tandem.models import numerics
+from tandem.models.hf import check_finite
 from tandem.models.language_model import LanguageModel
 
 _LOUD = 100.0  # logits at which a cap shows
@@ -132,6 +133,8 @@ def load_auto(path: Path, dtype: torch.dtype = torch.float32) -> AutoDecoder:
     wrong = {what: info.get(f"{what}_keys") for what in ("missing", "mismatched", "unexpected")}
     if problems := [f"{what} {keys}" for what, keys in wrong.items() if keys]:
         raise ModelError(f"{path} does not hold the tensors that its config describes: {'; '.join(problems)}")
+    for name, parameter in model.named_parameters():
+        check_finite(parameter, name, path)
     return AutoDecoder(model, dtype)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -284,8 +284,7 @@ class KVCache:
 
     def __init__(self, config: DecoderConfig, slots: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
         self.slots, self.capacity = slots, capacity
-        spare = ROWS  # slots for the rows that a decode step is padded with
-        shape = (config.num_layers, slots + spare, config.num_kv_heads, padded(capacity, KEYS), config.head_dim)
+        shape = self._shape(config, slots, capacity)
         self.keys = torch.zeros(shape, dtype=dtype)
         self.values = torch.zeros(shape, dtype=dtype)
         self._layers = [tuple(each.flatten(0, 1) for each in pair) for pair in zip(self.keys, self.values, strict=True)]
@@ -293,6 +292,16 @@ class KVCache:
         self._hidden = torch.zeros(len(columns)).masked_fill_(columns >= shape[3], float("-inf"))  # a window of it is a row's bias
         self.layers: list[LayerWeights] | None = None
         self.output: Tensor | None = None
+
+    @classmethod
+    def num_bytes(cls, config: DecoderConfig, slots: int, capacity: int) -> int:
+        """Of its keys and values in float32, before they are there."""
+        return 2 * 4 * math.prod(cls._shape(config, slots, capacity))
+
+    @staticmethod
+    def _shape(config: DecoderConfig, slots: int, capacity: int) -> tuple[int, ...]:
+        spare = ROWS  # slots for the rows that a decode step is padded with
+        return config.num_layers, slots + spare, config.num_kv_heads, padded(capacity, KEYS), config.head_dim
 
     def emptied(self) -> KVCache:
         """An empty cache in the same memory, for other weights; this one is not to be used any more."""
@@ -476,6 +485,14 @@ class Decoder(LanguageModel):
             raise EngineError(f"a row of {length} tokens is longer than the model's {self.config.max_positions} positions")
         if cache is not None and (length > cache.capacity or rows > cache.slots):
             raise EngineError(f"{rows} rows of {length} tokens do not fit a cache of {cache.slots} slots of {cache.capacity}")
+
+
+def count_parameters(config: DecoderConfig) -> int:
+    """Of a decoder of this shape, which is not made; layers are alike."""
+    with torch.device("meta"):
+        one, two = (Decoder(replace(config, num_layers=layers, unrotated=(), max_positions=1)) for layers in (1, 2))
+    first, both = (sum(parameter.numel() for parameter in each.parameters()) for each in (one, two))
+    return first + (config.num_layers - 1) * (both - first)
 
 
 def init_decoder(config: DecoderConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:

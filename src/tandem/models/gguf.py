@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tandem.errors import ModelError
 from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.hf import check_finite
 
 gguf = cast("Any", importlib.import_module("gguf"))  # untyped, and its extra need not be installed
 
@@ -66,6 +67,7 @@ def load_gguf(path: Path) -> tuple[Decoder, Mapping[str, Any]]:
             weight = _halves(weight, decoder.config.head_dim)
         if weight.shape != parameter.shape:
             raise ModelError(f"{path}: {sources[name].name} has shape {list(weight.shape)}, expected {list(parameter.shape)}")
+        check_finite(weight, str(sources[name].name), path)
         with torch.no_grad():
             parameter.copy_(weight)
     return decoder, metadata

@@ -64,7 +64,7 @@ def load_decoder(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     """The model in the directory `path` with float32 parameters and `dtype` as its compute dtype.
 
     Raises ModelError for a directory without config or weights, for an architecture or a feature that is not supported,
-    and, in one message, for all tensors that are missing, extra or of the wrong shape.
+    in one message for all tensors that are missing, extra or of the wrong shape, and for a tensor that is not finite.
     """
     decoder = Decoder(read_config(path), dtype)
     load_weights(decoder, path)
@@ -81,12 +81,21 @@ def load_value_model(path: Path, dtype: torch.dtype = torch.float32) -> ValueMod
 def load_weights(decoder: LanguageModel, path: Path) -> None:
     """The tensors of the directory `path` into the parameters of `decoder`; a value head that is not there stays as it is.
 
-    Raises ModelError as `load_decoder` does, and then no parameter has changed.
+    Raises ModelError as `load_decoder` does; for tensors that do not fit no parameter has changed then.
     """
     parameters = decoder.own_parameters()
     with torch.no_grad():
         for name, tensor in read_weights(decoder, path):
             parameters[name].copy_(tensor[...])
+            check_finite(parameters[name], name, path)
+
+
+def check_finite(tensor: Tensor, name: str, path: Path) -> None:
+    """Raises ModelError for a weight of the model at `path` that has NaN or infinite numbers: nothing could be learned with it."""
+    if wrong := int((~tensor.isfinite()).sum()):
+        raise ModelError(
+            f"{path}: {wrong:,} of the {tensor.numel():,} numbers of {name} are NaN or infinite; fetch or save the model again"
+        )
 
 
 def check_weights(decoder: LanguageModel, path: Path) -> None:
@@ -103,6 +112,12 @@ def check_weights(decoder: LanguageModel, path: Path) -> None:
             problems.append(f"extra lm_head.weight: it differs from the embedding that {CONFIG} ties it to")
     if problems:
         raise ModelError(f"{path} does not hold the tensors that its {CONFIG} describes:\n  " + "\n  ".join(sorted(problems)))
+
+
+def check_values(decoder: LanguageModel, path: Path) -> None:
+    """Raises ModelError as `check_weights` does, and for a tensor that is not finite; reads them one after the other."""
+    for name, tensor in read_weights(decoder, path):
+        check_finite(tensor[...], name, path)
 
 
 def has_value_head(path: Path) -> bool:
@@ -155,7 +170,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text())
     except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror}; a Hugging Face model directory is needed") from error
+        raise ModelError(
+            f"cannot read {file}: {error.strerror}; a Hugging Face model directory is needed, which `tandem import` makes"
+        ) from error
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):

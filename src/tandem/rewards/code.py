@@ -35,6 +35,7 @@ SANDBOXES = {
 _AT_ONCE = 4
 _FENCED = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _PYTHON = ("python", "python3", "py")
+_Checks = tuple[list[str], list[str], list[str]]  # tests, or inputs and outputs
 _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
 _TESTS = """
 import json, os
@@ -94,15 +95,16 @@ def code(
     """
     make = cast("Any", resolve(sandbox, SANDBOXES, kind="sandbox"))
     judge = _Judge(make(), Limits(cpu_s=cpu_s, wall_s=wall_s, memory_bytes=memory_mb << 20))
+    checks = _checks(task)
     try:
-        shares = asyncio.run(_judged(judge, task, group))
+        shares = asyncio.run(_judged(judge, checks, group)) if group else []
     except SandboxError as problem:
         raise RewardError(f"reward code: {problem}") from None
     return [RewardResult(share if partial else float(share == 1), {"passed": share}) for share in shares]
 
 
-async def _judged(judge: _Judge, task: Task, group: Sequence[Episode]) -> list[float]:
-    tests, inputs, outputs = _checks(task)
+async def _judged(judge: _Judge, checks: _Checks, group: Sequence[Episode]) -> list[float]:
+    tests, inputs, outputs = checks
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def one(episode: Episode) -> float:
@@ -125,8 +127,7 @@ def _program(text: str) -> str:
     return text
 
 
-def _checks(task: Task) -> tuple[list[str], list[str], list[str]]:
-    """Tests, or inputs and outputs."""
+def _checks(task: Task) -> _Checks:
     answer = answer_of(task)
     if isinstance(answer, dict):
         both = cast("dict[str, object]", answer)

@@ -1,7 +1,8 @@
 """Built-in reward functions: `function(task, group) -> one value an episode, in order`.
 
 `FUNCTIONS` is the registry's table of them. Only an answer that came to its end counts, but for `number`, which is for models that
-do not come to one yet. Imports nothing heavy, since every worker imports it.
+do not come to one yet. Each reads the task's answer before it looks at an episode, also of an empty group, and raises ValueError
+for one that it cannot compare with. Imports nothing heavy, since every worker imports it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from tandem.rewards.expression import evaluate
 from tandem.types import Episode, Task
@@ -30,18 +31,19 @@ FUNCTIONS = {
     "math": "tandem.rewards.mathematics:mathematics",
     "json_schema": "tandem.rewards.schema:json_schema",
 }
+_WHOLE = r"-?[0-9]{1,18}"
 
 
 def exact_match(task: Task, group: Sequence[Episode]) -> list[float]:
     """1 where the last assistant turn, white space at its ends aside, is the task's answer."""
-    answer = str(answer_of(task)).strip()
+    answer = said_of(task).strip()
     return judged(group, lambda text: text == answer)
 
 
 def arithmetic(task: Task, group: Sequence[Episode]) -> list[float]:
     """1 where the last assistant turn is one whole number, and the task's answer."""
-    answer = int(str(answer_of(task)))
-    return judged(group, lambda text: re.fullmatch(r"-?[0-9]{1,18}", text) is not None and int(text) == answer)
+    answer = _whole(task)
+    return judged(group, lambda text: re.fullmatch(_WHOLE, text) is not None and int(text) == answer)
 
 
 def countdown(task: Task, group: Sequence[Episode]) -> list[float]:
@@ -49,8 +51,11 @@ def countdown(task: Task, group: Sequence[Episode]) -> list[float]:
 
     The task's answer is {"numbers", "target", "use"}: each number exactly once (use "all") or at most once ("some").
     """
-    problem = cast("dict[str, Any]", answer_of(task))
-    given = Counter[int](problem["numbers"])
+    problem: Any = answer_of(task)
+    try:
+        given, target, use = Counter[int](problem["numbers"]), int(problem["target"]), str(problem["use"])
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{_answer(task)}, has not the form {{'numbers': [...], 'target': ..., 'use': 'all' or 'some'}}") from None
 
     def right(text: str) -> bool:
         try:
@@ -58,7 +63,7 @@ def countdown(task: Task, group: Sequence[Episode]) -> list[float]:
         except (ValueError, ZeroDivisionError):
             return False
         used = Counter(numbers)
-        return value == problem["target"] and (used <= given if problem["use"] == "some" else used == given)
+        return value == target and (used <= given if use == "some" else used == given)
 
     return judged(group, right)
 
@@ -68,13 +73,13 @@ def number(task: Task, group: Sequence[Episode]) -> list[float]:
 
     For a model that can talk: the first part is what is asked, the other two are the way there. Numbers are whole ones.
     """
-    answer = int(str(answer_of(task)))
+    answer = _whole(task)
 
     def graded(episode: Episode) -> float:
         text = episode.completion.strip()
-        numbers = re.findall(r"-?[0-9]{1,18}", text)
+        numbers = re.findall(_WHOLE, text)
         right = bool(numbers) and int(numbers[-1]) == answer
-        bare = re.fullmatch(r"-?[0-9]{1,18}", text) is not None
+        bare = re.fullmatch(_WHOLE, text) is not None
         return (0.5 * right) + (0.2 * (right and episode.stop == "stop")) + (0.3 * bare)
 
     return [graded(episode) for episode in group]
@@ -96,3 +101,21 @@ def answer_of(task: Task) -> object:
     if task.answer is None:
         raise ValueError(f"task {task.id!r} has no answer to compare with")
     return task.answer
+
+
+def said_of(task: Task) -> str:
+    """The task's answer as a text. Raises ValueError where it is none, and no number."""
+    answer = answer_of(task)
+    if not isinstance(answer, str | int | float):
+        raise ValueError(f"{_answer(task)}, must be a text or a number to compare with")
+    return str(answer)
+
+
+def _whole(task: Task) -> int:
+    if re.fullmatch(_WHOLE, said := said_of(task).strip()) is None:
+        raise ValueError(f"{_answer(task)}, is no whole number")
+    return int(said)
+
+
+def _answer(task: Task) -> str:
+    return f"the answer of task {task.id!r}, {str(task.answer)[:60]!r}"

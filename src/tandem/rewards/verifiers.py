@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from tandem.errors import RewardError
-from tandem.rewards.functions import answer_of, judged
+from tandem.rewards.functions import judged, said_of
 from tandem.types import Episode, Task
 
 _SIGNS = str.maketrans("−–", "--")
@@ -27,15 +27,16 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _MAX_DIGITS = 200
+_OR = re.compile(r"\W*(?:[a-z]+\W+)?or\s+(?:[a-z]+\s+)?(?:[a-z]\s*=\s*)?\W*")  # between two numbers, both of which are said
 
 
 def numeric(task: Task, group: Sequence[Episode], *, tolerance: float = 0.0) -> list[float]:
     r"""1 where the number of the last assistant turn is that of the task's answer, or differs by no more than `tolerance`.
 
     Of a text it is the only one in the last \boxed{}, or else the last one: 1,234.50, -3/4, 2e-3, 3 1/2, \frac{1}{2}. An answer
-    like "... #### 72" has 72. A part of something larger (of 2^{10}, 3,4,5, 10:30 or 2\sqrt{3}) is no number.
+    like "... #### 72" has 72. A part of something larger (of 2^{10}, 3,4,5, 10:30 or 2\sqrt{3}) is no number, and "2 or 3" none.
     """
-    expected = _value(str(answer_of(task)))
+    expected = _value(said_of(task))
     if expected is None:
         raise ValueError(f"the answer of task {task.id!r}, {task.answer!r}, has no number to compare with")
     slack = Fraction(tolerance)
@@ -69,7 +70,7 @@ def choice(task: Task, group: Sequence[Episode], *, choices: str = "ABCDEFGHIJ")
             return None
         return last["letter"]
 
-    expected = chosen(str(answer_of(task)))
+    expected = chosen(said_of(task))
     if expected is None:
         raise ValueError(f"the answer of task {task.id!r}, {task.answer!r}, is none of the choices {choices}")
     return judged(group, lambda text: chosen(text) == expected)
@@ -102,14 +103,22 @@ def _value(text: str) -> Fraction | None:
     """The number that a text ends with, or that is all that its last box holds."""
     boxes = _boxed(text)
     plain = _THOUSANDS.sub(",", _UNIT.sub(" ", (boxes[-1] if boxes else text).translate(_SIGNS)))
-    found = [*_NUMBER.finditer(_FRACTION.sub(_fraction, plain))]
-    if not found or found[-1]["unread"] or len(found[-1][0]) > _MAX_DIGITS or (boxes and len(found) > 1):
+    plain = _FRACTION.sub(_fraction, plain)
+    found = [*_NUMBER.finditer(plain)]
+    if not found or (boxes and len(found) > 1):
+        return None
+    beside = len(found) > 1 and _OR.fullmatch(plain[found[-2].end() : found[-1].start()]) is not None
+    return _read(found[-1]) if not beside or _read(found[-1]) == _read(found[-2]) else None
+
+
+def _read(number: re.Match[str]) -> Fraction | None:
+    if number["unread"] or len(number[0]) > _MAX_DIGITS:
         return None
     try:
-        value = Fraction(found[-1]["number"].replace(",", "")) + int(found[-1]["whole"] or 0)
+        value = Fraction(number["number"].replace(",", "")) + int(number["whole"] or 0)
     except (ValueError, ZeroDivisionError):
         return None
-    return -value if found[-1]["sign"] else value
+    return -value if number["sign"] else value
 
 
 def _fraction(part: re.Match[str]) -> str:

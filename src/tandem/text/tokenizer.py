@@ -133,7 +133,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises ModelError where the directory or a file is missing, a file is not what it should be, or there is no EOS token.
     """
     if not path.is_dir():
-        raise ModelError(f"there is no tokenizer directory {path}: give the path of a directory with tokenizer.json")
+        raise ModelError(
+            f"there is no tokenizer directory {path}: give the path of a directory with tokenizer.json; of a model of the hub, "
+            f"`tandem import OWNER/NAME DIRECTORY` makes one"
+        )
     if not (path / "tokenizer.json").is_file():
         raise ModelError(
             f"{path} has no tokenizer.json: load it once with transformers' AutoTokenizer and save it with "

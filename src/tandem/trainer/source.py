@@ -152,7 +152,7 @@ class RolloutSource:
         space: str = "train",
         shuffled: bool = True,
     ) -> None:
-        self._dataset, self._agent, self._reward = dataset, agent, reward
+        self.dataset, self._agent, self._reward = dataset, agent, reward
         self._make_llm, self._params, self._seed = make_llm, params, seed
         self._queue, self._engines = queue, tuple(engines)
         self._schedule, self._config = schedule, config
@@ -328,7 +328,7 @@ class RolloutSource:
             take.cancel()
 
     async def _group(self, group: GroupKey) -> None:
-        task = self._dataset[self._order.position(group.ordinal)].asked()
+        task = self.dataset[self._order.position(group.ordinal)].asked()
         keys = [Key(*group, member) for member in range(self._config.group_size)]
         async with asyncio.TaskGroup() as cohorts:
             whole = self._cohort(task, keys, self._params, self._config.stops, self._config.waited_for)
