@@ -42,6 +42,43 @@ def test_a_program_cannot_raise_the_count_by_its_name() -> None:
     assert [result.value for result in judged(TESTS, found, partial=True)] == [0]
 
 
+WRONG = "def square(x):\n    return 5\n"
+FORGERIES = {
+    "the count, where it is made": f"{WRONG}import __main__\n__main__.passed = 3\n",
+    "the count, while it is made": "import __main__\ndef square(x):\n    __main__.passed = 3\n    return 5\n",
+    "the line that says it": f"import __main__, os\nprint(__main__.word, 3, flush=True)\nos._exit(0)\n{WRONG}",
+    "a line like it": f"{WRONG}import os\nfor fd in range(16):\n    try: os.write(fd, b'3')\n    except OSError: pass\n",
+    "what runs tests": f"{WRONG}import builtins, os\nbuiltins.exec = lambda *_: None\nos.remove = print\n",
+    "what a failure is": f"{WRONG}import builtins\nbuiltins.AssertionError = builtins.BaseException = ArithmeticError\n",
+    "how it is written": f"{WRONG}import os\nwrite = os.write\nos.write = lambda fd, said: write(fd, said[:-1] + b'3')\n",
+    "the end": f"{WRONG}import atexit, os\natexit.register(lambda: os.write(1, b'3'))\nos._exit = print\n",
+    "the tests": f"{WRONG}import glob\nfor name in glob.glob('*'):\n    open(name, 'w').write('[[], 0]')\n",
+    "an exception of its own": "def square(x):\n    raise SystemExit(0)\n",
+    "a process of its own": f"{WRONG}import os\nif os.fork():\n    os._exit(0)\n",
+}
+
+
+@pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES.keys())
+def test_what_a_program_puts_in_the_place_of_others_passes_nothing(program: str) -> None:
+    assert [result.components["passed"] for result in judged(TESTS, program)] == [0]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "import sys, io\nsys.stdout = io.StringIO()",
+        "import sys\nsys.stdout.close()",
+        "import os\nos.close(1)",
+        "print('x' * 3_000_000)",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
+        "import atexit\natexit.register(print, 'bye')",
+        "import os\nif os.fork() == 0:\n    os._exit(1)",
+    ],
+)
+def test_what_a_right_program_does_beside_passes(more: str) -> None:
+    assert [result.value for result in judged(TESTS, f"{more}\n{SQUARE}", wall_s=5.0)] == [1]
+
+
 def test_the_share_that_passes_is_a_component_and_partial_credit() -> None:
     (result,) = judged(TESTS, "def square(x):\n    return 2 * x\n")
     assert result == RewardResult(0.0, {"passed": 2 / 3})

@@ -57,11 +57,11 @@ def test_countdown_uses_the_given_numbers(use: str, text: str, value: float) -> 
     assert countdown(task(answer), group(text, answer=answer)) == [value]
 
 
-def test_a_number_is_graded_by_what_it_says_where_it_ends_and_how_bare_it_is() -> None:
+def test_a_number_is_graded_by_what_it_says_and_where_it_ends() -> None:
     ended = ("82", " 82\n", "It is 82.", "82 or 15", "Not 15 but 82", "none", "", "15", "-82")
-    assert number(task("82"), group(*ended)) == [1, 1, 0.7, 0, 0.7, 0, 0, 0.3, 0.3]
+    assert number(task("82"), group(*ended)) == [1, 1, 1, 0, 1, 0, 0, 0, 0]
     cut = tuple(episode(text, stop="length") for text in ("82", "It is 82, the", "It is 15"))
-    assert number(task("82"), cut) == [0.8, 0.5, 0]
+    assert number(task("82"), cut) == [0.7, 0.7, 0]
 
 
 def test_environment_adds_up_what_was_given() -> None:

@@ -6,8 +6,9 @@ A task's answer is one of
     {"inputs": [...], "outputs": [...]}  texts on standard input, and what the program must print, as in programming contests
 
 The program is the last ```python block of the last assistant turn, or the last block without a language, or all of it. It is a
-module of its own, imported by the tests, so that ending early passes none of them. A program that looks for what checks it can
-still find it: this judges honest mistakes.
+module of its own, imported by the tests, so that ending early passes none of them, and what it does to stdout, to built-in
+functions and to names of `__main__` changes no count. It shares a process with its tests: one that searches the stack for what
+checks it, or returns an object that is equal to everything, is not found out.
 """
 
 from __future__ import annotations
@@ -39,19 +40,25 @@ _Checks = tuple[list[str], list[str], list[str]]  # tests, or inputs and outputs
 _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
 _TESTS = """
 import json, os
-tests, word = json.load(open("tests.json"))
-os.remove("tests.json")
-execute, say = exec, print
-import solution
-names = dict(vars(solution), __name__="__main__")  # of the program and of the tests, and not of what counts
-passed = 0
-for test in tests:
-    try:
-        execute(test, names)
-        passed += 1
-    except BaseException:
-        pass
-say(f"\\n{word} {passed}")
+
+def count():  # what counts has no name that a program could give something else
+    tests, word = json.load(open("tests.json"))
+    os.remove("tests.json")
+    execute, write, leave, out = exec, os.write, os._exit, os.dup(1)
+    os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
+    import solution
+    names = dict(vars(solution), __name__="__main__")  # of the program and of the tests
+    passed = 0
+    for test in tests:
+        try:
+            execute(test, names)
+            passed += 1
+        except BaseException:
+            pass
+    write(out, f"{word} {passed}".encode())
+    leave(0)  # whatever threads are left
+
+count()
 """
 
 
@@ -65,7 +72,7 @@ class _Judge:
         word = secrets.token_hex(8)
         files = {"solution.py": program, "tests.json": json.dumps([list(tests), word]), "main.py": _TESTS}
         outcome = await self.sandbox.run([sys.executable, "main.py"], files, self.limits)
-        found = re.search(rf"^{word} (\d+)\s*\Z", outcome.stdout, re.MULTILINE)
+        found = re.fullmatch(rf"{word} (\d+)", outcome.stdout)
         passed = int(found[1]) if found and outcome.limit is None else 0
         return passed / len(tests) if passed <= len(tests) else 0.0
 

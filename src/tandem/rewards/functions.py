@@ -69,18 +69,16 @@ def countdown(task: Task, group: Sequence[Episode]) -> list[float]:
 
 
 def number(task: Task, group: Sequence[Episode]) -> list[float]:
-    """0.5 where the last number in the answer is right, 0.2 more where it also came to its end; 0.3 for a number and nothing else.
+    """0.7 where the last number in the answer is right, 0.3 more where it also came to its end. Numbers are whole ones.
 
-    For a model that can talk: the first part is what is asked, the other two are the way there. Numbers are whole ones.
+    For a model that can talk, and is cut off in training before it has learned to be brief.
     """
     answer = _whole(task)
 
     def graded(episode: Episode) -> float:
-        text = episode.completion.strip()
-        numbers = re.findall(_WHOLE, text)
+        numbers = re.findall(_WHOLE, episode.completion)
         right = bool(numbers) and int(numbers[-1]) == answer
-        bare = re.fullmatch(_WHOLE, text) is not None
-        return (0.5 * right) + (0.2 * (right and episode.stop == "stop")) + (0.3 * bare)
+        return 0.7 * right + 0.3 * (right and episode.stop == "stop")
 
     return [graded(episode) for episode in group]
 

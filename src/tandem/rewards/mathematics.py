@@ -11,7 +11,8 @@ import math_verify  # pyright: ignore[reportMissingTypeStubs]
 from tandem.rewards.functions import judged, said_of
 from tandem.types import Episode, Task
 
-_LIMIT_S = 2  # for reading an answer, and for comparing two; one that takes longer is not right
+_LIMIT_S = 2  # for reading what a model wrote, and for comparing two formulas; one that takes longer is not right
+_PATIENCE_S = 30  # for reading the answer of a task, on a machine that does other things too
 _BESIDE = r"(?:\s[a-z]+)?,?\s+or\s+(?:[a-z]+\s+)?(?:[a-z]\s*=\s*)?"  # from one number to the other, both said
 _NUMBER = r"-?\d+(?:[.,/]\d+)*"
 _library = cast("Any", math_verify)
@@ -27,7 +28,7 @@ def mathematics(task: Task, group: Sequence[Episode]) -> list[float]:
     """
     answer = said_of(task)
     marked = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
-    expected = _parsed(marked)
+    expected = _parsed(marked, _PATIENCE_S)
     if not expected:
         raise ValueError(f"the answer of task {task.id!r}, {answer!r}, is no formula that math-verify can read")
 
@@ -47,8 +48,8 @@ def _beside(text: str, found: Sequence[Any]) -> list[str]:
     return [other[1] for other in (*before, *after) if other is not None]
 
 
-def _parsed(text: str) -> Any:
-    return _library.parse(text, parsing_timeout=_LIMIT_S)
+def _parsed(text: str, limit_s: int = _LIMIT_S) -> Any:
+    return _library.parse(text, parsing_timeout=limit_s)
 
 
 def _equal(expected: Any, found: Any) -> bool:

@@ -49,7 +49,7 @@ _DENIED = (
     "mount_setattr move_mount name_to_handle_at open_by_handle_at open_tree perf_event_open personality pivot_root "
     "process_madvise process_vm_readv process_vm_writev ptrace quotactl reboot request_key setns swapoff swapon syslog "
     "umount2 unshare userfaultfd vmsplice "
-    "memfd_create memfd_secret msgget semget shmget "  # memory that belongs to no process, so that no limit would count it
+    "memfd_create memfd_secret mq_open msgget semget shmget "  # memory that belongs to no process, so that no limit would count it
 )
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others (vsock, netlink, packet) may lead out of the namespace
 
