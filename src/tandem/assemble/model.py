@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from tandem import device
 from tandem.assemble import library
@@ -15,7 +17,7 @@ from tandem.assemble.tasks import PREFIX, problem
 from tandem.durable import attempt
 from tandem.errors import ConfigError, DeviceError, ModelError
 from tandem.faults import crash_point
-from tandem.models.decoder import Decoder, DecoderConfig, count_parameters, init_decoder
+from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
 from tandem.models.hf import load_decoder, load_value_model, read_config, save_decoder
 from tandem.models.language_model import LanguageModel
 from tandem.models.probe import ProbeResult, probe
@@ -115,6 +117,14 @@ def build_model(recipe: Recipe, kind: type[Decoder] = Decoder) -> Model:
     adapt(decoder)
     probed = probe(decoder.config, dtype, adapt) if isinstance(decoder, Decoder) else None
     return Model(decoder, tokenizer, TemplateRenderer(tokenizer, template), probed, recipe.train.top_layers)
+
+
+def count_parameters(config: DecoderConfig) -> int:
+    """Of a decoder of this shape, which is not made; layers are alike."""
+    with torch.device("meta"):
+        one, two = (Decoder(replace(config, num_layers=layers, unrotated=(), max_positions=1)) for layers in (1, 2))
+    first, both = (sum(parameter.numel() for parameter in each.parameters()) for each in (one, two))
+    return first + (config.num_layers - 1) * (both - first)
 
 
 def check_memory(planned: Mapping[str, int]) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -485,14 +485,6 @@ class Decoder(LanguageModel):
             raise EngineError(f"a row of {length} tokens is longer than the model's {self.config.max_positions} positions")
         if cache is not None and (length > cache.capacity or rows > cache.slots):
             raise EngineError(f"{rows} rows of {length} tokens do not fit a cache of {cache.slots} slots of {cache.capacity}")
-
-
-def count_parameters(config: DecoderConfig) -> int:
-    """Of a decoder of this shape, which is not made; layers are alike."""
-    with torch.device("meta"):
-        one, two = (Decoder(replace(config, num_layers=layers, unrotated=(), max_positions=1)) for layers in (1, 2))
-    first, both = (sum(parameter.numel() for parameter in each.parameters()) for each in (one, two))
-    return first + (config.num_layers - 1) * (both - first)
 
 
 def init_decoder(config: DecoderConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:
