@@ -8,13 +8,16 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+import torch
 
+from tandem.checkpoint.disk import Disk
 from tandem.checkpoint.fake import FakeWeightWorker
 from tandem.checkpoint.publisher import CheckpointConfig, _Costs  # pyright: ignore[reportPrivateUsage]
 from tandem.errors import EngineError, WorkerError
 from tandem.ports import WeightSource
 from tandem.runtime.inline import InlineGroup
 from tandem.types import PolicyRef
+from tandem.weights import WeightBlock
 from tests.contracts.test_checkpoint_engine import TRANSPORTS, HalfWorker, Rollout, Weights, publisher, some_weights, update, zeros
 
 
@@ -64,6 +67,16 @@ def test_an_engine_is_tried_again_left_out_and_admitted_again(name: str, tmp_pat
 
 def test_one_that_was_left_out_waits_for_a_publish_of_everything(tmp_path: Path) -> None:
     assert admitted("shared_memory", tmp_path, [2, 3], 5, "delta", full_every=4) == [True, False, False, False, True]
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    place = tmp_path / "weights"
+    sender = Disk(place, 64).outlet(1)(0, [WeightBlock("w", (2,), (0,), (2,), torch.float32)])
+    place.write_text("a file")
+    with pytest.raises(
+        EngineError, match=rf"weights cannot be written to {place}/weights-000001: .*choose another checkpoint\.directory"
+    ):
+        sender.send(1, [], lambda _place, _part: None)
 
 
 def test_nobody_left_is_an_error_that_says_why(tmp_path: Path) -> None:
