@@ -109,15 +109,17 @@ How good are the tests of the arithmetic? Small faults are put into `src/tandem/
 syntax trees (`tests/mutants/mutations.py`): another operator, sign, constant or comparison; a dropped stop-gradient,
 clamp, mask, argument, dictionary entry or check; swapped arguments; `min` for `max`, `sum` for `mean`, `any` for `all`,
 `not`. Then the tests of `tests/golden` and `tests/algos` run until one fails: for a fault in a function those that run its
-line, the most specific ones first; for a default, a constant or the table all of them. The laws and `test_unbiased.py` run over
-the same functions and take ten times as long; they are left out, and a mutant that only they would find counts as a survivor.
+line, the most specific ones first; for a default, a constant or the table all of them. Before these come the tests that have
+killed a mutant of the same function, or module. The laws and `test_unbiased.py` run over the same functions and take ten times as
+long; they are left out, and a mutant that only they would find counts as a survivor.
 
 **{score} % are killed**, and {survivors} survive. Survivors that are equivalent, so that no test could kill them, count
 against the score too. A mutant that makes a loop endless is killed by a limit of processor time (column "hang"). One whose
 module cannot be imported is not counted.
 
-`make mutants` repeats it, in half an hour of one core, and fails below 95 %; `make mutants ONLY=tandem.algos.kl` is for
-one module. Both write this page and `tests/mutants/results.json`; the reasons below are those of
+`make mutants` repeats it, in 35 minutes of processor time and what the table takes, and fails below 95 %;
+`make mutants ONLY=tandem.algos.kl` is for one module. A row below is of a whole run of its module, and is there as soon as that has
+ended. Both write this page and `tests/mutants/results.json`; the reasons below are those of
 `tests/mutants/equivalent.toml`. Column "of" is the start of the SHA-256 of the file that was mutated.
 
 Strings are not mutated: names of modes, columns and metrics, where another name is an unknown name, and texts. Nor are
