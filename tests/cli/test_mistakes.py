@@ -328,6 +328,9 @@ MISTAKES: dict[str, Mistake] = {
     "a column that is not there": Mistake("data check good.jsonl --column prompt=ask", ("no column 'ask'", "prompt, answer")),
     "no tokenizer": Mistake("data check good.jsonl --tokenizer no/such", ("no/such",)),
     "an unknown data set": Mistake("data prepare gsm9k out", ("gsm9k", "gsm8k")),
+    "a file for a prepared data set's directory": Mistake(
+        "data prepare gsm8k good.jsonl --train good.jsonl", ("good.jsonl", "name another")
+    ),
     "an unknown task": train("data.train.task=calculater", "calculater", "calculator"),
     "an unknown environment": train("agent.env=calc", "calc", "calculator"),
     "more tasks than there are": train("data.heldout.size=1000000", "1000000"),
@@ -435,6 +438,17 @@ MISTAKES: dict[str, Mistake] = {
     "too few rewards": reward("def f(task, group): return [1.0]", "returned 1"),
     "always an exception": reward("def f(solution_str): return 1 / 0", "none of 4 answers could be judged", "ZeroDivisionError"),
     "params that it does not take": reward_of("'reward.params={k: 1}'", "'k'"),
+    "a tolerance that is none": train(
+        "reward.function=numeric 'reward.params={tolerance: abc}'", "params.tolerance='abc'", "a number"
+    ),
+    "a negative tolerance": train(
+        "reward.function=numeric 'reward.params={tolerance: -1.0}'", "reward numeric: tolerance=-1.0", "not negative"
+    ),
+    "no choices": train("reward.function=choice 'reward.params={choices: \"\"}'", "reward choice: choices=''", "ABCD"),
+    "a list of choices": train("reward.function=choice 'reward.params={choices: [A]}'", "params.choices=['A']", "a text"),
+    "a limit of the sandbox out of range": train("reward.function=code 'reward.params={wall_s: -1.0}'", "wall_s=-1.0", "above 0"),
+    "no memory for the sandbox": train("reward.function=code 'reward.params={memory_mb: 0}'", "memory_mb=0", "above 0"),
+    "a sandbox that is not known": train("reward.function=code 'reward.params={sandbox: docker}'", "'docker'", "isolated, process"),
     "no pattern": reward_of("reward.function=regex", "'pattern'"),
     "a pattern that is none": reward_of("reward.function=regex 'reward.params={pattern: \"(\"}'", "the pattern '('"),
     "two rewards": reward_of("'reward.parts={a: {function: regex}}'", "give one of function"),
@@ -471,6 +485,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # ------------------------------------------------------------------------------- the run and its directory
     "an unknown tracker": train("logs=[wandbb]", "'wandbb'", "'wandb'"),
+    "a tracker that takes nothing": train(
+        "logs=[mine.py:T]", "mine.py:T", "takes a TrackedRun", files={"mine.py": "class T: pass\n"}
+    ),
     "a missing extra of a tracker": train(
         "logs=[trackio]", "needs the package 'trackio'", "pip install 'tandem-rl[trackio]'", without="trackio"
     ),

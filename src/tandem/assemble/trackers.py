@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,9 +44,19 @@ def find_trackers(names: Sequence[str]) -> dict[str, MakeTracker]:
     known = {_CONSOLE: "", **TRACKERS}
     found = {name: resolve(name, known, kind="tracker") for name in names if name != _CONSOLE}
     for name, make in found.items():
-        if not callable(make):
+        if not callable(make) or not _takes_one(make):
             raise ConfigError(f"logs names {name}, which is no function that takes a TrackedRun and makes a tracker")
     return cast("dict[str, MakeTracker]", found)
+
+
+def _takes_one(make: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(make).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # it does not say what it takes
+        return True
+    return True
 
 
 def build_trackers(recipe: Recipe, phase: Phase, directory: Path, console: Console) -> Trackers:

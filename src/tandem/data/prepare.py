@@ -57,7 +57,10 @@ def prepare(name: str, directory: Path, given: Mapping[Split, Path]) -> list[Pre
     paths = {split: directory / f"{split}.jsonl" for split in sources}
     if there := next((path for path in paths.values() if path.exists()), None):
         raise DataError(f"{there} is there already: remove it, or name another directory")
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"the directory {directory} cannot be made ({error.strerror}): name another one") from None
     return [_written(paths[split], rows, preparation) for split, rows in sources.items()]
 
 

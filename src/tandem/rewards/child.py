@@ -7,6 +7,7 @@ Imports no torch, so that a worker starts in a moment.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import pickle
@@ -28,6 +29,12 @@ from tandem.rewards.signatures import RewardFunction, adapted
 from tandem.types import Episode, Json, RewardResult, Task
 
 HEADER = struct.Struct(">Q")
+_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "float": ((int, float), "a number"),
+    "int": ((int,), "a whole number"),
+    "str": ((str,), "a text"),
+    "bool": ((bool,), "true or false"),
+}
 
 Answer = tuple[Literal["ready", "results", "failed", "broken"], Any]
 
@@ -70,7 +77,18 @@ def load(name: str, params: Mapping[str, Json]) -> RewardFunction:
         raise RewardError(str(error)) from None
     if not callable(function):
         raise RewardError(f"reward function {name!r} is {function!r}, which cannot be called: name a function")
+    if name in FUNCTIONS:
+        _check_params(function, name, params)
     return adapted(function, name, params)
+
+
+def _check_params(function: Any, name: str, params: Mapping[str, Json]) -> None:
+    """Against what a built-in function says of its own."""
+    for key, parameter in inspect.signature(function).parameters.items():
+        kinds, words = _KINDS.get(str(parameter.annotation), ((), ""))
+        value = params.get(key)
+        if key in params and kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+            raise RewardError(f"reward {name}: params.{key}={value!r} must be {words}")
 
 
 def judge(function: RewardFunction, name: str, task: Task, group: Sequence[Episode]) -> Answer:

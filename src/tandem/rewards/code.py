@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import math
 import re
 import secrets
 import sys
@@ -100,6 +101,9 @@ def code(
 
     sandbox: "isolated", or "process", which runs programs with limits and without walls. wall_s, cpu_s, memory_mb: of one run.
     """
+    for name, limit in {"wall_s": wall_s, "cpu_s": cpu_s, "memory_mb": memory_mb}.items():
+        if not 0 < limit < math.inf:
+            raise RewardError(f"reward code: {name}={limit!r} must be a number above 0")
     make = cast("Any", resolve(sandbox, SANDBOXES, kind="sandbox"))
     judge = _Judge(make(), Limits(cpu_s=cpu_s, wall_s=wall_s, memory_bytes=memory_mb << 20))
     checks = _checks(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -36,6 +37,8 @@ def numeric(task: Task, group: Sequence[Episode], *, tolerance: float = 0.0) -> 
     Of a text it is the only one in the last \boxed{}, or else the last one: 1,234.50, -3/4, 2e-3, 3 1/2, \frac{1}{2}. An answer
     like "... #### 72" has 72. A part of something larger (of 2^{10}, 3,4,5, 10:30 or 2\sqrt{3}) is no number, and "2 or 3" none.
     """
+    if not 0 <= tolerance < math.inf:
+        raise RewardError(f"reward numeric: tolerance={tolerance!r} must be a number, and not negative")
     expected = _value(said_of(task))
     if expected is None:
         raise ValueError(f"the answer of task {task.id!r}, {task.answer!r}, has no number to compare with")
@@ -54,6 +57,8 @@ def choice(task: Task, group: Sequence[Episode], *, choices: str = "ABCDEFGHIJ")
     It is the only one in the last \boxed{}, or else the last after the word answer, or else the last that stands alone; one that is
     denied or named beside another ("not A", "A or B") is none.
     """
+    if not choices or not choices.isalnum():
+        raise RewardError(f"reward choice: choices={choices!r} must be the letters, one after the other, as in ABCD")
     letter = "[" + "".join(map(re.escape, choices)) + "]"
     alone = re.compile(rf"(?<![\w'])(?<!\w-){letter}(?![\w'+])(?!-\w)")
     said = re.compile(rf"(?i:answer)(?:\s+is)?\W{{0,8}}(?P<letter>{alone.pattern})")
