@@ -73,8 +73,8 @@ def training_step(of: TorchEngine, rows: DataProto) -> None:
 # ------------------------------------------------------------------------------------------- without exactness
 
 
-def _weights(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-    return torch.softmax(torch.baddbmm(bias, q, k.transpose(1, 2), alpha=q.shape[2] ** -0.5), -1)
+def _weights(q: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
+    return torch.softmax(torch.baddbmm(bias, q, keys), -1)
 
 
 def _gate(gates: Tensor, up: Tensor, activation: str = "silu") -> Tensor:

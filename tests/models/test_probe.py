@@ -48,12 +48,17 @@ def _no_rounding_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "KEYS", 1)
 
 
+def _too_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (decoder, numerics):
+        monkeypatch.setattr(module, "QUERIES", 1)
+
+
 BROKEN: dict[str, Any] = {
     "rows not padded": _no_padding,
     "a row by itself": lambda patch: patch.setattr(numerics, "linear", _single_rows),
     "windows not rounded": _no_rounding_of_windows,
     "P V untiled": lambda patch: patch.setattr(numerics, "attention_values", torch.bmm),
-    "too few queries": lambda patch: patch.setattr(numerics, "QUERIES", 1),
+    "too few queries": _too_few_queries,
 }
 
 

@@ -33,6 +33,7 @@ from tandem.models import numerics
 from tandem.models.language_model import LanguageModel
 from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
 from tandem.models.prefixes import Prefixes, causal_bias, output_places, prefixes
+from tandem.models.projections import Apart, LayerWeights, Linear
 from tandem.models.windows import window_cut
 
 
@@ -106,76 +107,7 @@ class DecoderConfig:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
-# ---------------------------------------------------------------------------------- what a forward computes with
-
-
-class Linear(NamedTuple):
-    """A projection in the compute dtype."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return numerics.linear(x, self.weight, self.bias)
-
-    def packed(self) -> Linear:
-        return Linear(numerics.packed(self.weight), None if self.bias is None else self.bias.detach())
-
-
 PASS_ROWS = 16  # rows of a pass are a multiple of: `numerics.gate` copies nothing then, where a width is a multiple of 8
-Product = Callable[[Tensor], Tensor]  # [M, inputs] -> [M, outputs]: a Linear, or one with an adapter
-
-
-class Apart(NamedTuple):
-    """Groups of projections of one input, each computed by itself; a group's outputs stand side by side."""
-
-    groups: tuple[tuple[Product, ...], ...]
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(group[0](x) if len(group) == 1 else torch.cat([each(x) for each in group], 1) for group in self.groups)
-
-    def joined(self) -> Apart | Joined:
-        """One product of the same bits, unless an adapter stands in one."""
-        flat = [each for group in self.groups for each in group]
-        linear = [each for each in flat if isinstance(each, Linear)]
-        if len(linear) < len(flat):
-            return self
-        biases = [each.bias for each in linear if each.bias is not None]
-        product = Linear(torch.cat([each.weight for each in linear]), torch.cat(biases) if biases else None).packed()
-        sizes = iter(len(each.weight) for each in linear)
-        return Joined(product, [sum(next(sizes) for _ in group) for group in self.groups])
-
-
-class Joined(NamedTuple):
-    """The same as one projection; sizes: of the groups' outputs."""
-
-    product: Linear
-    sizes: list[int]
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return cast("tuple[Tensor, ...]", self.product(x).split(self.sizes, 1))
-
-    def joined(self) -> Joined:
-        return self
-
-
-class LayerWeights(NamedTuple):
-    """One layer: projections in the compute dtype; norms in float32, rounded to it. qk_norm: [H + K, d], a norm a head."""
-
-    attention_norm: Tensor
-    qk_v: Apart | Joined
-    o: Product
-    qk_norm: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Apart | Joined
-    down: Product
-
-    def joined(self) -> LayerWeights:
-        """For use again and again, without gradient: what reads the same input is one product, and weights are packed."""
-        o, down = (each.packed() if isinstance(each, Linear) else each for each in (self.o, self.down))
-        return self._replace(qk_v=self.qk_v.joined(), o=o, gate_up=self.gate_up.joined(), down=down)
-
-
 # (layer, queries [M, H, d], keys [M, K, d], values [M, K * d]) -> [M, H * d]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -274,8 +206,25 @@ class _Model(nn.Module):
         self.norm = _Norm(c.hidden_size, c.norm_offset)
 
 
+class Window(NamedTuple):
+    """What decode rows see: keys [n * K, d, W] and values [n * K, W, d] of each layer; bias [n * K, 1, W] hides the rest."""
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    bias: Tensor
+
+
+class Places(NamedTuple):
+    """Where new keys and values of decode rows go, the same in each layer: which number [n * K, d], which vector [n * K]."""
+
+    keys: Tensor
+    values: Tensor
+
+
 class KVCache:
     """Keys and values of `slots` rows of up to `capacity` tokens: position p of a row is column p of its slot.
+
+    keys [layers, slots, K, d, columns], as `numerics.attended` reads them, values [layers, slots, K, columns, d].
 
     It belongs to the weights that fill it, whose copies in the compute dtype it keeps too: when weights change, go on with what
     `emptied` gives. dtype: float32 is the fastest; the decoder's compute dtype holds the same values, since they are rounded to
@@ -284,12 +233,12 @@ class KVCache:
 
     def __init__(self, config: DecoderConfig, slots: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
         self.slots, self.capacity = slots, capacity
-        shape = self._shape(config, slots, capacity)
-        self.keys = torch.zeros(shape, dtype=dtype)
-        self.values = torch.zeros(shape, dtype=dtype)
-        self._layers = [tuple(each.flatten(0, 1) for each in pair) for pair in zip(self.keys, self.values, strict=True)]
-        columns = torch.arange(2 * shape[3])
-        self._hidden = torch.zeros(len(columns)).masked_fill_(columns >= shape[3], float("-inf"))  # a window of it is a row's bias
+        layers, places, K, self.columns, d = self._shape(config, slots, capacity)
+        self.keys = torch.zeros((layers, places, K, d, self.columns), dtype=dtype)
+        self.values = torch.zeros((layers, places, K, self.columns, d), dtype=dtype)
+        self._keys, self._values = self.keys.flatten(1).unbind(), self.values.flatten(1, 3).unbind()
+        columns = torch.arange(2 * self.columns)
+        self._bias = torch.zeros(len(columns)).masked_fill_(columns >= self.columns, float("-inf"))  # a window of it is a row's
         self.layers: list[LayerWeights] | None = None
         self.output: Tensor | None = None
 
@@ -299,7 +248,7 @@ class KVCache:
         return 2 * 4 * math.prod(cls._shape(config, slots, capacity))
 
     @staticmethod
-    def _shape(config: DecoderConfig, slots: int, capacity: int) -> tuple[int, ...]:
+    def _shape(config: DecoderConfig, slots: int, capacity: int) -> tuple[int, int, int, int, int]:
         spare = ROWS  # slots for the rows that a decode step is padded with
         return config.num_layers, slots + spare, config.num_kv_heads, padded(capacity, KEYS), config.head_dim
 
@@ -309,21 +258,36 @@ class KVCache:
         cache.layers = cache.output = None
         return cache
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer: [slots * K, columns, d], the storage itself."""
-        keys, values = self._layers[index]
-        return keys, values
+    def window(self, slots: slice, positions: npt.NDArray[np.int64]) -> Window:
+        """What rows at `positions` [n], in `slots`, see at most."""
+        W, heads = padded(int(positions.max()) + 1, KEYS), self.keys.shape[2]
+        begins = torch.from_numpy((self.columns - 1 - positions).repeat(heads))
+        keys = self.keys[:, slots, :, :, :W].flatten(1, 2).unbind()
+        values = self.values[:, slots, :, :W].flatten(1, 2).unbind()
+        return Window(keys, values, self._bias.as_strided((self.columns, W), (1, 1)).index_select(0, begins)[:, None])
 
-    def window(self, positions: npt.NDArray[np.int64]) -> tuple[int, Tensor]:
-        """How many keys rows at `positions` [n] see at most, W, and the bias [n * K, 1, W] that hides the others of each."""
-        W, (heads, columns) = padded(int(positions.max()) + 1, KEYS), self.keys.shape[2:4]
-        begins = torch.from_numpy((columns - 1 - positions).repeat(heads))
-        return W, self._hidden.as_strided((columns, W), (1, 1)).index_select(0, begins)[:, None]
+    def places(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Places:
+        """Where `write` puts what rows at `positions` [n], in `slots` [n], see from now on."""
+        K, d = self.keys.shape[2:4]
+        heads = (slots[:, None] * K + np.arange(K)).ravel()
+        position = positions.repeat(K)
+        keys = (heads[:, None] * d + np.arange(d)) * self.columns + position[:, None]
+        return Places(torch.from_numpy(keys), torch.from_numpy(heads * self.columns + position))
+
+    def write(self, layer: int, places: Places, k: Tensor, v: Tensor) -> None:
+        """Keys [n, K, d] and values [n, K * d] of a layer."""
+        self._keys[layer].put_(places.keys, k.to(self.keys.dtype))
+        self._values[layer].index_copy_(0, places.values, v.reshape(-1, self.values.shape[4]).to(self.values.dtype))
+
+    def fill(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor) -> None:
+        """Keys and values [n, K, T, d] of a layer, at positions 0 to T - 1 of `slots` [n]."""
+        self.keys[layer, slots, ..., : k.shape[2]] = k.transpose(2, 3).to(self.keys.dtype)
+        self.values[layer, slots, :, : v.shape[2]] = v.to(self.values.dtype)
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copies the first `length` positions of slots `source` [n] int64 to slots `target` [n] int64, as they were before."""
-        for tensor in (self.keys, self.values):
-            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+        self.keys[:, target, ..., :length] = self.keys[:, source, ..., :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
 
 # ------------------------------------------------------------------------------------------------------ the model
@@ -414,8 +378,8 @@ class Decoder(LanguageModel):
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = q.reshape(M * K, G * d), k.reshape(M * K, d), v.reshape(M * K, d)
             if cache is not None:
-                for kept, new in ((cache.keys, k), (cache.values, v)):
-                    kept[layer, slots, :, : rows.place.shape[1]] = new[rows.place[:, None] * K + heads].to(kept.dtype)
+                at = rows.place[:, None] * K + heads
+                cache.fill(layer, slots, k[at], v[at])
             out = [
                 numerics.attention(
                     F.embedding(at, q).view(-1, at.shape[2] * G, d),
@@ -443,19 +407,26 @@ class Decoder(LanguageModel):
         if missing := padded(S, ROWS) - S:
             tokens, at = F.pad(tokens, (0, missing)), np.pad(at, (0, missing))
             positions, slots = torch.from_numpy(at), np.append(slots, np.arange(missing) + cache.slots)
-        M, K, d, columns = len(at), c.num_kv_heads, c.head_dim, cache.keys.shape[3]
+        M, K, d = len(at), c.num_kv_heads, c.head_dim
         G = c.num_heads // K
-        places = torch.from_numpy(((slots[:, None] * K + np.arange(K)) * columns + at[:, None]).ravel())
+        places = cache.places(slots, at)
         cut, _ = window_cut(at)
-        parts = [(slice(a * K, b * K), *cache.window(at[a:b])) for a, b in (((0, cut), (cut, M)) if cut else ((0, M),))]
+        room = torch.zeros(M, K, max(G, QUERIES), d)  # queries, and zeros for those that a product would miss
+        own = room[:, :, :G]
+        parts = [
+            (room[rows].flatten(0, 1), cache.window(rows, at[rows]))
+            for rows in ((slice(cut), slice(cut, M)) if cut else (slice(M),))
+        ]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.layer(layer)
-            keys.view(-1, d).index_copy_(0, places, k.reshape(-1, d).to(keys.dtype))
-            values.view(-1, d).index_copy_(0, places, v.reshape(-1, d).to(values.dtype))
-            q = q.reshape(M * K, G, d)
-            found = [numerics.attention(q[rows], keys[rows, :W].float(), values[rows, :W].float(), bias) for rows, W, bias in parts]
-            return (found[0] if len(found) == 1 else torch.cat(found)).reshape(M, -1)
+            cache.write(layer, places, k, v)
+            numerics.scaled(q.view(M, K, G, d), own)
+            found = [
+                numerics.attended(asked, window.keys[layer].float(), window.values[layer].float(), window.bias)
+                for asked, window in parts
+            ]
+            out = found[0] if len(found) == 1 else torch.cat(found)
+            return out.view(M, K, -1, d)[:, :, :G].reshape(M, -1)
 
         return self._forward(tokens, positions, cache, attend)[:S]
 

@@ -26,9 +26,10 @@ from transformers.pytorch_utils import Conv1D
 from tandem.errors import ConfigError
 from tandem.models import numerics
 from tandem.models.adapters import LoraConfig, fingerprint, trained
-from tandem.models.decoder import Linear, Projection
+from tandem.models.decoder import Projection
 from tandem.models.language_model import LanguageModel
 from tandem.models.numerics import padded
+from tandem.models.projections import Linear
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # PEFT's for a model's only adapter; it is a part of parameter names

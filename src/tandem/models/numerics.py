@@ -16,7 +16,8 @@ by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear
    column on, and short windows take other kernels. P V is summed in tiles of TILE keys, in order, the last one cut.
 4. A product with keys has at least QUERIES rows of queries (grouped heads leave fewer in a decode step), and its inner
    dimension, the head size, is summed in tiles of HEAD, since small problems of larger heads take other kernels. The
-   scale is multiplied into the queries: some kernels would apply it before the sum and some after.
+   scale is multiplied into the queries: some kernels would apply it before the sum and some after. Keys lie in memory as the
+   product reads them, which is faster and the same bits.
 5. Attention is in float32 whatever the products' dtype: with the window cut at a multiple of KEYS, bfloat16 flips
    roundings. Softmax is explicit; masked columns are -inf, so they weigh exactly 0 and add nothing to a sum.
 6. Element-wise code is add, sub, mul, div and sqrt, which round correctly, so that scalar and vector code agree.
@@ -30,6 +31,7 @@ Legend: M rows (tokens, padded), N attention problems (row x key-value head), Q 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -72,7 +74,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def packed(weight: Tensor) -> Tensor:
     """A copy of a weight for `linear` alone, in an order that spares it work in every call."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED) if _by_onednn(weight.dtype) else weight.detach()
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED) if _onednn(weight.dtype) else weight.detach()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -84,17 +86,17 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _by_onednn(x.dtype):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    onednn = _onednn(x.dtype)
+    return F.linear(x, weight, bias) if onednn is None else onednn(x, weight, bias, "none", [], "")
 
 
 @cache
-def _by_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of this dtype on this machine."""
+def _onednn(dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """The product of oneDNN, if it multiplies matrices of this dtype on this machine."""
     if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return None
+    knows = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.ops.mkldnn._linear_pointwise.default if knows else None
 
 
 class _Linear(torch.autograd.Function):
@@ -121,25 +123,39 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
     q [N, Q, d], k and v [N, W, d] with W a multiple of KEYS; bias of 0 and -inf, broadcast to [N, Q, W]. All float32.
     """
-    assert k.shape[1] % KEYS == 0, f"{k.shape[1]} keys are no multiple of {KEYS}"
     queries = q.shape[1]
     if queries < QUERIES:
         q = F.pad(q, (0, 0, 0, QUERIES - queries))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out = cast("Tensor", _Attention.apply(q, k, v, bias))
     else:
-        out = attention_values(attention_weights(q, k, bias), v)
+        out = attended(scaled(q), turned(k), v, bias)
     return out if queries >= QUERIES else out[:, :queries]
 
 
-def attention_weights(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d) + bias) over the keys: [N, Q, W]."""
-    q, k = q * q.shape[2] ** -0.5, k.transpose(1, 2)
+def scaled(q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Gives q / sqrt(d), for `attended`, in `out` if that is there."""
+    return torch.mul(q, _scalar(q.shape[-1] ** -0.5), out=out)
+
+
+def turned(k: Tensor) -> Tensor:
+    """A copy of keys [N, W, d] for `attended`: [N, d, W]."""
+    return k.transpose(1, 2).contiguous()
+
+
+def attended(q: Tensor, keys: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """`attention` without gradient, of queries that are `scaled` and at least QUERIES, and of keys that are `turned`."""
+    return attention_values(attention_weights(q, keys, bias), v)
+
+
+def attention_weights(q: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
+    """softmax(q keys + bias) over the keys, of what `attended` takes: [N, Q, W]."""
+    assert keys.shape[2] % KEYS == 0, f"{keys.shape[2]} keys are no multiple of {KEYS}"
     if q.shape[2] <= HEAD:
-        return torch.softmax(torch.baddbmm(bias, q, k), -1)
-    scores = torch.baddbmm(bias, q[:, :, :HEAD], k[:, :HEAD])
+        return torch.softmax(torch.baddbmm(bias, q, keys), -1)
+    scores = torch.baddbmm(bias, q[:, :, :HEAD], keys[:, :HEAD])
     for start in range(HEAD, q.shape[2], HEAD):
-        scores.baddbmm_(q[:, :, start : start + HEAD], k[:, start : start + HEAD])
+        scores.baddbmm_(q[:, :, start : start + HEAD], keys[:, start : start + HEAD])
     return torch.softmax(scores, -1)
 
 
@@ -156,7 +172,7 @@ def attention_values(p: Tensor, v: Tensor) -> Tensor:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        p = attention_weights(q, k, bias)
+        p = attention_weights(scaled(q), turned(k), bias)
         out = attention_values(p, v)
         ctx.save_for_backward(q, k, v, p, out)
         return out
@@ -187,7 +203,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _rms_scale(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension: [..., 1]."""
-    return (x * x).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * x).sum(-1, True).div_(_scalar(x.shape[-1])).add_(_scalar(eps)).rsqrt_()
+
+
+@cache
+def _scalar(value: float) -> Tensor:
+    """A number as a tensor: an operation takes it in a third of the time that a number takes it."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float32)
 
 
 class _RMSNorm(torch.autograd.Function):
