@@ -10,7 +10,8 @@ by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear
 1. Products with weights are oneDNN's, which gives a row the same bits in any company of at least ROWS rows, for any inner
    dimension, with any weights above or below, packed or not, on any number of threads. BLAS does not: it has other kernels for
    few rows and for few outputs, and splits long inner dimensions at places that depend on both. Where torch has no
-   oneDNN for a dtype, BLAS it is, and the probe says what that is worth.
+   oneDNN for a dtype, BLAS it is, and the probe says what that is worth. In bfloat16 on a processor with AMX, oneDNN sums in an
+   order that depends on the rows where these are more than AMX_ROWS: there each product is made of parts of so many.
 2. Products of a backward pass are oneDNN's too, since it is faster, and promise no bits.
 3. A window of keys starts at column 0 of its row and is a multiple of KEYS long: P V blocks its keys from the first
    column on, and short windows take other kernels. P V is summed in tiles of TILE keys, in order, the last one cut.
@@ -40,6 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 2
+AMX_ROWS = 32  # of a product in bfloat16 on a processor with AMX: as many as two of its tiles hold
 KEYS = 16
 TILE = 128
 QUERIES = 4
@@ -87,7 +89,17 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     onednn = _onednn(x.dtype)
-    return F.linear(x, weight, bias) if onednn is None else onednn(x, weight, bias, "none", [], "")
+    if onednn is None:
+        return F.linear(x, weight, bias)
+    if x.dtype == torch.bfloat16 and x.shape[0] > AMX_ROWS and _amx():
+        parts = cast("tuple[Tensor, ...]", x.split(AMX_ROWS))
+        return torch.cat([onednn(part, weight, bias, "none", [], "") for part in parts])
+    return onednn(x, weight, bias, "none", [], "")
+
+
+@cache
+def _amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
 
 
 @cache
