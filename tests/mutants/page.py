@@ -117,7 +117,7 @@ long; they are left out, and a mutant that only they would find counts as a surv
 against the score too. A mutant that makes a loop endless is killed by a limit of processor time (column "hang"). One whose
 module cannot be imported is not counted.
 
-`make mutants` repeats it, in 35 minutes of processor time and what the table takes, and fails below 95 %;
+`make mutants` repeats it, in 35 minutes of processor time and at most 40 more for the table, and fails below 95 %;
 `make mutants ONLY=tandem.algos.kl` is for one module. A row below is of a whole run of its module, and is there as soon as that has
 ended. Both write this page and `tests/mutants/results.json`; the reasons below are those of
 `tests/mutants/equivalent.toml`. Column "of" is the start of the SHA-256 of the file that was mutated.
