@@ -188,7 +188,7 @@ class _PhaseRun:
                 first = await self._evaluate(0)
                 self.before = first.values
                 for episode in first.result.episodes[:3] if first.result is not None else ():
-                    self.console.print(shown(SampleRecord.of(episode)), soft_wrap=True)
+                    self.console.print(shown(SampleRecord.of(episode), self.recipe.evaluation.solved), soft_wrap=True)
             await loop.train(phase.source, phase.plan, phase.learner, phase.checkpoint, self.trackers, self, steps=phase.steps)
             if self._measures and self.last is None:  # resumed after the last step, whose metrics are logged
                 self.last = await self._measured()
@@ -333,8 +333,16 @@ def _finish(recipe: Recipe, main: _PhaseRun, directory: Path, console: Console) 
     idle = read_series(metrics, "train/groups_without_advantage").values
     if idle and min(idle) == 1:
         console.print("warning: no group had an advantage in any step, so nothing was learned: look at the rewards", style="yellow")
-    samples = [SampleRecord.of(episode) for episode in main.last.result.episodes[:3]] if main.last.result is not None else []
-    final_report(console, summary, curve, samples, {**places, "curve": directory / "curve.png"}, next_command)
+    samples = [SampleRecord.of(episode) for episode in main.last.result.episodes] if main.last.result is not None else []
+    solved, best = recipe.evaluation.solved, max((each.reward for each in samples if each.reward is not None), default=0.0)
+    if 0 < best < solved:
+        console.print(
+            f"warning: no held-out answer passed: the best reward was {best:g}, and evaluation.solved={solved:g} is what counts as "
+            f"passed: lower it if that answer was right",
+            style="yellow",
+        )
+    places |= {"curve": directory / "curve.png"}
+    final_report(console, summary, curve, samples, places, next_command, solved=solved)
 
 
 async def _measure(recipe: Recipe, console: Console) -> None:
@@ -355,7 +363,7 @@ async def _measure(recipe: Recipe, console: Console) -> None:
         note = "  episodes that could not be judged; they are in no rate" if name == "failed" and value else ""
         console.print(f"{name:<20} {value:.3f}" if name not in ("n", "failed") else f"{name:<20} {value:.0f}{note}")
     for episode in found.result.episodes[:3] if found.result is not None else ():
-        console.print(shown(SampleRecord.of(episode)), soft_wrap=True)
+        console.print(shown(SampleRecord.of(episode), recipe.evaluation.solved), soft_wrap=True)
 
 
 async def _heldout_loss(recipe: Recipe, heldout: DatasetSection, model: Model) -> HeldOutLoss | None:

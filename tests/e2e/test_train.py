@@ -209,3 +209,16 @@ def test_a_cut_distribution_is_said_and_measured(tmp_path: Path, capsys: pytest.
     assert tandem("train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}", *overrides) == 0
     assert "off-policy" in capsys.readouterr().out
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[0]["rollout/cut_support"] == 1
+
+
+@pytest.mark.parametrize(("solved", "mark", "warned"), [(2.0, "✗", True), (1e-9, "✓", False)])
+def test_what_counts_as_passed_is_marked_and_a_bar_that_no_answer_reaches_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], solved: float, mark: str, warned: bool
+) -> None:
+    recipe = write_recipe(tmp_path, reward="def digits(task, group):\n    return [0.9] * len(group)\n")
+    overrides = ["warmup.steps=1", "trainer.steps=1", f"evaluation.solved={solved}", f"run.dir={tmp_path / 'run'}"]
+    assert tandem("train", str(recipe), *overrides) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("no held-out answer passed: the best reward was 0.9" in said) == warned
+    assert said.count(f"{mark} ") >= 3
+    assert ("✗" if mark == "✓" else "✓") not in said

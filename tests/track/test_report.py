@@ -99,12 +99,13 @@ def test_curve_as_text(curve: LearningCurve, marks: int) -> None:
 def report(console: Console) -> None:
     episodes = [
         episode(1, "395", RewardResult(1.0)),
-        episode(2, "[red]3\n9", RewardResult(0.0)),
+        episode(2, "[red]3\n9", RewardResult(0.2)),
         episode(3, "x" * 500, RewardResult.failed("no progress")),
         episode(4, "not shown", None),
     ]
     places = {"model": Path("runs/quickstart/final"), "learning curve": Path("runs/[x]/curve.png")}
-    final_report(console, SUMMARY, CURVE, [SampleRecord.of(each) for each in episodes], places, "tandem eval runs/quickstart/final")
+    samples = [SampleRecord.of(each) for each in episodes]
+    final_report(console, SUMMARY, CURVE, samples, places, "tandem eval runs/quickstart/final", solved=1.0)
 
 
 def test_final_report_without_a_terminal() -> None:
@@ -118,7 +119,7 @@ def test_final_report_without_a_terminal() -> None:
         "│ pass@1, greedy  │  50.0% │ 40.0% │ -10.0 pts │",
         "│ pass@4          │  75.0% │ 75.0% │  +0.0 pts │",
         "✓ 17 * 23 + 4 =\n  → 395   (reward 1, stop)",
-        "✗ 17 * 23 + 4 =\n  → [red]3 ⏎ 9   (reward 0, stop)",
+        "✗ 17 * 23 + 4 =\n  → [red]3 ⏎ 9   (reward 0.2, stop)",
         "x…   (reward none, stop)",
         CURVE.title,
         "model            runs/quickstart/final\n",

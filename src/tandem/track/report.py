@@ -25,13 +25,17 @@ def final_report(
     samples: Sequence[SampleRecord],
     places: Mapping[str, Path],
     next_command: str,
+    *,
+    solved: float,
 ) -> None:
-    """Prints the report. samples: held-out ones, of which the first three are shown. places: what -> where it lies."""
+    """Prints the report. samples: held-out ones, of which the first three are shown. places: what -> where it lies. solved: as
+    `shown` takes it.
+    """
     console.print()
     console.print(before_after(summary))
     console.print()
     for sample in samples[:3]:
-        console.print(shown(sample), soft_wrap=True)
+        console.print(shown(sample, solved), soft_wrap=True)
     console.print()
     console.print(draw_text(curve, width=min(console.width, 100)))
     console.print()
@@ -66,10 +70,10 @@ def before_after(summary: Summary) -> Table:
     return table
 
 
-def shown(sample: SampleRecord) -> Text:
-    """A task, what the policy made of it, and the reward."""
+def shown(sample: SampleRecord, solved: float) -> Text:
+    """A task, what the policy made of it, and the reward. solved: the reward from which it counts as passed."""
     value = sample.reward
-    mark, style = ("?", "yellow") if value is None else ("✓", "green") if value > 0 else ("✗", "red")
+    mark, style = ("?", "yellow") if value is None else ("✓", "green") if value >= solved else ("✗", "red")
     text = Text.assemble((f"{mark} ", style), (_one_line(sample.prompt), "dim"))
     text.append(f"\n  → {_one_line(sample.text)}")
     reward = "none" if value is None else f"{value:g}"

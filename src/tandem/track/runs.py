@@ -60,6 +60,11 @@ class RunRecord:
         return int(self._value("trainer", "steps"))
 
     @property
+    def solved(self) -> float:
+        """The reward from which an episode passes."""
+        return float(self._value("evaluation", "solved"))
+
+    @property
     def steps_done(self) -> int:
         return max((step for line in self.lines if isinstance(step := line["step"], int)), default=0)
 
@@ -178,7 +183,7 @@ def show(run: RunRecord, console: Console, *, samples: int, metrics: Sequence[st
     if table.row_count:
         console.print(table)
     for sample in last_samples(run.directory, samples):
-        console.print(shown(sample), soft_wrap=True)
+        console.print(shown(sample, run.solved), soft_wrap=True)
 
 
 def last_samples(directory: Path, num: int) -> list[SampleRecord]:
