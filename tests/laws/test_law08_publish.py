@@ -165,8 +165,8 @@ _load_weights, _agree, _encode = NativeEngine.load_weights, Publisher._agree, Fu
 _first: dict[WeightBlock, Tensor] = {}
 
 
-def _what_was_sent_first(self: Full, block: WeightBlock, tensor: Tensor, whole: bool) -> WeightPiece:
-    return _encode(self, block, _first.setdefault(block, tensor.clone()), whole)
+def _what_was_sent_first(self: Full, block: WeightBlock, tensor: Tensor, *rest: Any) -> WeightPiece:
+    return _encode(self, block, _first.setdefault(block, tensor.clone()), *rest)
 
 
 def _all_but_one_weight(module: nn.Module, source: WeightSource) -> None:
