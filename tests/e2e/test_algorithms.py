@@ -105,7 +105,10 @@ MORE = {
     },
     "two corrections": ("algorithm.correction={icepop: {low: 0.5, high: 2.0}, off_policy_sequence_mask: {}}",),
     "resampling": ("algorithm.resampling=pow",),
-    "shaping": ("rollout.shaping.overlong_buffer_tokens=8", "rollout.shaping.stop_coef=0.0"),
+    "shaping": (
+        "rollout.shaping.overlong_buffer_tokens=4",
+        "rollout.shaping.stop_coef=0.0",
+    ),  # right answers take 12 of the 16 tokens
 }
 
 
