@@ -31,7 +31,7 @@ from tandem.assemble.first_tasks import check_tasks
 from tandem.assemble.interrupt import complete
 from tandem.assemble.measuring import Measured, measured
 from tandem.assemble.model import Model, build_model, check_memory
-from tandem.assemble.phases import Phase, algorithm, first_trained, from_dataset, main_phase, memory, warmup_phase
+from tandem.assemble.phases import Phase, algorithm, check_recipe, first_trained, from_dataset, main_phase, memory, warmup_phase
 from tandem.assemble.roles import merged
 from tandem.assemble.rollout import Rollout, open_rollout
 from tandem.assemble.tasks import build_dataset, notes
@@ -65,7 +65,7 @@ _UNTOLD = "nothing was measured: the recipe names no data.heldout, or neither a 
 def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool, begun: Begun) -> None:
     """`tandem train`. Raises TandemError. begun: called when the run's directory is there; from then on it can be resumed."""
     recipe, console = resolved.value, Console()
-    recipe.trainer.schedule.check_runnable(one_process=recipe.runtime.name == "inline")
+    check_recipe(recipe)
     find_trackers(recipe.logs)
     if dry_run:
         complete(_dry_run(recipe, console), console)
@@ -73,11 +73,17 @@ def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool, begun: Begun
     complete(_run(resolved, resume, console, begun), console)
 
 
+def check(resolved: Resolved[Recipe]) -> None:
+    """`tandem config`. Raises ConfigError for values that contradict each other."""
+    check_recipe(resolved.value)
+
+
 def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
     """`tandem eval`: the recipe's held-out tasks on its model, or on the one in the directory `model`."""
     recipe, console = resolved.value, Console()
     if model is not None:
         recipe = merged(recipe, algorithm(recipe), model)
+    check_recipe(recipe)
     complete(_measure(recipe, console), console)
 
 
@@ -126,17 +132,19 @@ async def _heldout(recipe: Recipe, model: Model) -> Dataset | None:
     if recipe.data.heldout is None:
         return None
     dataset = build_dataset(recipe.data.heldout, "heldout", seed_of(recipe.seed, "heldout"), model.renderer)
-    await check_tasks(dataset, recipe, model.renderer, judged=True, most=recipe.evaluation.tasks)
+    longest = max(recipe.sampling.max_tokens, recipe.evaluation.max_tokens or 0)
+    await check_tasks(dataset, recipe, model.renderer, judged=True, max_tokens=longest, most=recipe.evaluation.tasks)
     return dataset
 
 
 async def _main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
     """Raises DataError for tasks, and ConfigError for sizes, with which it would fail later."""
     phase = main_phase(recipe, model, rollout, recipe.run.directory)
-    if recipe.runtime.name != "ray":  # whose workers have memory of other machines
+    if recipe.placement.name != "ray":  # whose workers have memory of other machines
         check_memory(memory(recipe, phase))
     if isinstance(phase.source, RolloutSource):
-        await check_tasks(phase.source.dataset, recipe, model.renderer, judged=phase.roles.judge is None)
+        judged, longest = phase.roles.judge is None, recipe.sampling.max_tokens
+        await check_tasks(phase.source.dataset, recipe, model.renderer, judged=judged, max_tokens=longest)
     return phase
 
 

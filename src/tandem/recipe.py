@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from tandem.algos.columns import as_mapping
+from tandem.algos.table import configure
 from tandem.checkpoint.publisher import CheckpointConfig
 from tandem.checkpoint.snapshots import SnapshotConfig
 from tandem.config import Resolved, load
 from tandem.data.builtin import NoiseConfig
 from tandem.data.curriculum import CurriculumConfig
 from tandem.data.hub import HubConfig
+from tandem.errors import RegistryError
 from tandem.models.adapters import LoraConfig
 from tandem.queue.memory import QueueConfig
 from tandem.rewards.config import RewardConfig
 from tandem.rollout.native import NativeConfig
-from tandem.runtime.placement import RuntimeConfig
+from tandem.runtime.placement import RuntimeConfig, SettledRuntime
 from tandem.train.config import TrainConfig
 from tandem.trainer.evaluate import EvaluationConfig
 from tandem.trainer.learner import LearnerConfig
@@ -212,6 +215,9 @@ class AlgorithmSection:
     name: str = "grpo"
     params: dict[str, Json] = field(default_factory=dict[str, Json])
 
+    def __post_init__(self) -> None:
+        _check_row(self.name, self.params)
+
 
 @dataclass(frozen=True)
 class ReferenceSection:
@@ -248,7 +254,7 @@ class RewardModelSection:
 
 @dataclass(frozen=True)
 class TrainedSection:
-    """A model that is trained beside the policy: a critic, a process reward model. Any further key is a parameter of its objective.
+    """A model that is trained beside the policy. Any further key is a parameter of its objective, the row OBJECTIVE.
 
     path: a Hugging Face directory with the vocabulary of the policy; without it, the policy as it began. A critic without a
     value head there begins with one of zeros. train: its optimiser. warmup_steps: steps of the run in which the policy is not
@@ -256,6 +262,7 @@ class TrainedSection:
     """
 
     EXTRA: ClassVar[str] = "params"
+    OBJECTIVE: ClassVar[str]
 
     path: Path | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -265,6 +272,31 @@ class TrainedSection:
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        _check_row(self.OBJECTIVE, self.params)
+
+
+@dataclass(frozen=True)
+class CriticSection(TrainedSection):
+    """What gives values. See TrainedSection."""
+
+    OBJECTIVE: ClassVar[str] = "value"
+
+
+@dataclass(frozen=True)
+class ProcessModelSection(TrainedSection):
+    """The process reward model of PRIME. See TrainedSection."""
+
+    OBJECTIVE: ClassVar[str] = "implicit_prm"
+
+
+def _check_row(name: str, params: Mapping[str, Json]) -> None:
+    """Raises ValueError for parameters that a row of the table has not. What is somebody's own is loaded by those who use it."""
+    if any(":" in each for each in (name, *as_mapping(params.get("correction")))):
+        return
+    try:
+        configure(name, params)
+    except RegistryError as problem:
+        raise ValueError(str(problem)) from problem
 
 
 @dataclass(frozen=True)
@@ -324,8 +356,8 @@ class Recipe:
     lora: LoraConfig | None = None
     reference: ReferenceSection | None = None
     teacher: TeacherSection | None = None
-    critic: TrainedSection | None = None
-    process_model: TrainedSection | None = None
+    critic: CriticSection | None = None
+    process_model: ProcessModelSection | None = None
     agent: AgentSection = field(default_factory=AgentSection)
     reward: RewardConfig | None = None
     reward_model: RewardModelSection | None = None
@@ -352,8 +384,12 @@ class Recipe:
             raise ValueError("lora and train.top_layers: an adapter is all that is trained of a model; leave one out")
         if self.lora is not None and self.warmup is not None:
             raise ValueError("lora and warmup: what is warmed up is the model, and lora freezes it; warm up in a run of its own")
-        runtime = self.runtime.settled(beside_generation=self.trainer.mode == "separate_async")
-        object.__setattr__(self, "runtime", runtime)
+        _ = self.placement
+
+    @property
+    def placement(self) -> SettledRuntime:
+        """The section `runtime`, with what it leaves out. Raises ValueError for values that contradict each other."""
+        return self.runtime.settled(beside_generation=self.trainer.mode == "separate_async")
 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> Resolved[Recipe]:

@@ -43,7 +43,7 @@ def dataset(path: Path, *prompts: str, answers: Mapping[int, str] | None = None)
 
 
 def look(agent: AgentSection, data: FileDataset, most: int = 4096, reward: str = "environment", judged: bool = True) -> None:
-    asyncio.run(check_tasks(data, recipe(agent, reward), RENDERER, judged=judged, most=most))
+    asyncio.run(check_tasks(data, recipe(agent, reward), RENDERER, judged=judged, max_tokens=8, most=most))
 
 
 class Opening:
@@ -140,4 +140,4 @@ def test_answers_are_looked_at_by_who_judges_them(tmp_path: Path) -> None:
     look(AgentSection(), words, reward="numeric", most=1)
     look(AgentSection(), words, reward="numeric", judged=False)
     look(AgentSection(), words, reward="exact_match")
-    asyncio.run(check_tasks(words, replace(recipe(AgentSection()), reward=None), RENDERER, judged=True))
+    asyncio.run(check_tasks(words, replace(recipe(AgentSection()), reward=None), RENDERER, judged=True, max_tokens=8))

@@ -38,6 +38,9 @@ class Launch:
         self.error: BaseException | None = None
         self.begins = True
 
+    def check(self, resolved: Any) -> None:
+        self.checked = resolved.value
+
     def run(self, recipe: Any, *, resume: bool, dry_run: bool, begun: Callable[[], None]) -> None:
         self.calls.append((recipe.value, resume, dry_run))
         if self.begins:
@@ -98,9 +101,10 @@ def test_eval_takes_a_recipe_or_a_run(run: Run, launch: Launch) -> None:
     assert (code, err) == (2, "error: runs is not the directory of a run: it has no config.yaml\n")
 
 
-def test_config_prints_values_with_their_origins(run: Run) -> None:
+def test_config_prints_values_with_their_origins(run: Run, launch: Launch) -> None:
     assert run("config", "r.yaml") == (0, "seed  3  r.yaml:1\n", "")
     assert run("config", "r.yaml", "seed=9") == (0, "seed  9  command line: seed=9\n", "")
+    assert launch.checked == StandIn(9)
 
 
 # --------------------------------------------------------------------------------------------------------- errors

@@ -80,6 +80,10 @@ def answered(*answers: object) -> str:
     return "".join(json.dumps({"prompt": f"1+{i}=", "answer": answer}) + "\n" for i, answer in enumerate(answers))
 
 
+def asked_of_config(overrides: str, *says: str) -> Mistake:
+    return Mistake(f"config tiny.yaml {overrides}", says)
+
+
 def own(source: str, *says: str, overrides: str = "") -> Mistake:
     """An environment of the user's own, whose class is E."""
     imports = "from tandem.ports import StepResult\nfrom tandem.types import Message\n"
@@ -237,6 +241,17 @@ MISTAKES: dict[str, Mistake] = {
     # -------------------------------------------------------------------------------------------- the algorithm
     "an unknown algorithm": train("algorithm=gpro", "gpro", "grpo"),
     "an unknown parameter": train("algorithm.clip_hi=0.3", "clip_hi", "clip_high"),
+    "an unknown parameter that nothing is run with": asked_of_config("algorithm.clip_hi=0.3", "clip_hi", "clip_high"),
+    "all that is unknown below algorithm": asked_of_config(
+        "algorithm.clip_hi=0.3 algorithm.nonsense=1 trainer.stepz=3", "3 problems", "clip_high", "'nonsense'", "trainer.steps"
+    ),
+    "an unknown parameter of a critic": asked_of_config(
+        "algorithm=ppo critic.huber_delt=0.5", "critic: ", "'huber_delt'", "huber_delta"
+    ),
+    "an unknown parameter of a correction": asked_of_config(
+        "'algorithm.correction={icepop: {lo: 0.5}}'", "correction icepop", "'lo'", "low"
+    ),
+    "a critic that nothing reads and that nothing is run with": asked_of_config("critic.train.lr=1e-3", "critic", "grpo", "values"),
     "a parameter out of range": train("algorithm.clip_low=2", "clip_low", "2"),
     "an unknown correction": train("algorithm.correction=icepopp", "icepopp", "icepop"),
     "an algorithm in a file that is not there": train("algorithm=no.py:ROW", "no file no.py"),
@@ -293,7 +308,37 @@ MISTAKES: dict[str, Mistake] = {
     "a chat by an id on the hub": Mistake(
         "chat HuggingFaceTB/SmolLM2-135M", ("HuggingFaceTB/SmolLM2-135M/config.json", "`tandem import`")
     ),
-    "context beyond the model's": train("engine.max_context=65", "65", "64"),
+    "context beyond the model's": train("engine.max_context=65", "65", "64", "model.new.max_positions"),
+    "context beyond the model's that nothing is run with": asked_of_config("engine.max_context=65", "65", "64"),
+    "context beyond that of a model with weights": train(
+        "model.new=null model.path=model engine.max_context=65",
+        "engine.max_context=65",
+        "64 positions",
+        made=lambda here, finished: shutil.copytree(finished / "final", here / "model") and None,
+    ),
+    "answers longer than the context": train("sampling.max_tokens=64", "sampling.max_tokens=64", "engine.max_context=64"),
+    "answers longer than the context that nothing is run with": asked_of_config(
+        "sampling.max_tokens=100", "sampling.max_tokens=100", "engine.max_context=64"
+    ),
+    "measured answers longer than the context": asked_of_config(
+        "evaluation.max_tokens=100", "evaluation.max_tokens=100", "engine.max_context=64"
+    ),
+    "answers that the longest prompt leaves no room for": train(
+        f"{ONE_TURN} {NOT_A_TASK} data.train.path=late.jsonl sampling.max_tokens=20",
+        "task 'late-99'",
+        "has 50 tokens",
+        "max_tokens=20",
+        "engine.max_context=64",
+        files={"late.jsonl": late("1+" * 25)},
+    ),
+    "measured answers that the longest prompt leaves no room for": train(
+        f"{ONE_TURN} data.heldout.task=null data.heldout.path=late.jsonl evaluation.tasks=100 evaluation.max_tokens=20",
+        "task 'late-99'",
+        "has 50 tokens",
+        "max_tokens=20",
+        "engine.max_context=64",
+        files={"late.jsonl": late("1+" * 25)},
+    ),
     "a GGUF file that is none": Mistake("import a.gguf out", ("a.gguf is no GGUF file", "b'hell'"), files={"a.gguf": "hello"}),
     "an import of nothing": Mistake("import none.gguf out", ("none.gguf", "owner/name")),
     "an import over something": Mistake("import none.gguf .", (".", "not an empty directory")),

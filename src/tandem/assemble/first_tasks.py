@@ -22,16 +22,18 @@ _ASKS_S = 10.0  # in which each of those has to ask
 _ANSWERS_S = 2.0  # for looking at answers
 
 
-async def check_tasks(dataset: Dataset, recipe: Recipe, renderer: Renderer, *, judged: bool, most: int = CHECKED) -> None:
+async def check_tasks(
+    dataset: Dataset, recipe: Recipe, renderer: Renderer, *, judged: bool, max_tokens: int, most: int = CHECKED
+) -> None:
     """Raises DataError for one of the first `most` tasks that the policy cannot be asked, or whose answer cannot be compared with;
     ConfigError for an agent that asks nothing; others are looked at when they come.
 
-    judged: whether `recipe.reward` is who judges them.
+    judged: whether `recipe.reward` is who judges them. max_tokens: of an answer, for which the prompt must leave room.
     """
     tasks = [dataset[index].asked() for index in range(min(most, len(dataset)))]
     if judged and recipe.reward is not None:
         _check_answers(tasks, recipe.reward)
-    await _check_prompts(tasks, dataset.name, recipe, renderer)
+    await _check_prompts(tasks, dataset.name, recipe, renderer, max_tokens)
 
 
 def _check_answers(tasks: Sequence[Task], config: RewardConfig) -> None:
@@ -55,12 +57,12 @@ def _check_answers(tasks: Sequence[Task], config: RewardConfig) -> None:
                 break
 
 
-async def _check_prompts(tasks: Sequence[Task], name: str, recipe: Recipe, renderer: Renderer) -> None:
+async def _check_prompts(tasks: Sequence[Task], name: str, recipe: Recipe, renderer: Renderer, max_tokens: int) -> None:
     agent, own = build_agent(recipe.agent), _is_own(recipe.agent)
     mute: list[str] = []
     looked_at = tasks[:_OWN] if own else tasks
     for index, task in enumerate(looked_at):
-        asked = _Asked(renderer, recipe.engine.max_context, f"task {task.id!r} of {name!r}: the prompt")
+        asked = _Asked(renderer, recipe.engine.max_context, max_tokens, f"task {task.id!r} of {name!r}: the prompt")
         said = await _asked_by(agent, task, asked, Key("check", index))
         if asked.problem is not None:
             raise asked.problem
@@ -90,34 +92,39 @@ async def _asked_by(agent: AgentLoop, task: Task, asked: _Asked, key: Key) -> st
 class _Asked:
     """Implements the LLM port for an episode's first turn: looks at what it is asked, and ends the episode as a run's end would."""
 
-    def __init__(self, renderer: Renderer, max_context: int, where: str) -> None:
-        self._renderer, self._max_context, self._where = renderer, max_context, where
+    def __init__(self, renderer: Renderer, max_context: int, max_tokens: int, where: str) -> None:
+        self._renderer, self._max_context, self._max_tokens, self._where = renderer, max_context, max_tokens, where
         self.heard = False
         self.problem: DataError | None = None
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Json]] = (), params: SamplingParams | None = None
     ) -> Reply:
-        del params
         try:
             tokens = self._renderer.opening(messages, tools)
         except DataError as problem:
             self.problem = self.problem or DataError(f"{self._where}: {problem}")
             raise asyncio.CancelledError from None
-        self._look(tokens)
+        self._look(tokens, params)
         raise asyncio.CancelledError
 
     async def complete(self, tokens: Sequence[int], params: SamplingParams | None = None) -> tuple[tuple[int, ...], Stop]:
-        del params
-        self._look(tokens)
+        self._look(tokens, params)
         raise asyncio.CancelledError
 
     def samples(self) -> tuple[()]:
         return ()
 
-    def _look(self, tokens: Sequence[int]) -> None:
+    def _look(self, tokens: Sequence[int], params: SamplingParams | None) -> None:
         self.heard = True
+        most, context = params.max_tokens if params is not None else self._max_tokens, self._max_context
         try:
-            check_prompt(tokens, self._max_context, self._where)
+            check_prompt(tokens, context, self._where)
+            if len(tokens) + most > context:
+                raise DataError(
+                    f"{self._where} has {len(tokens)} tokens, which with max_tokens={most} of an answer are {len(tokens) + most}, "
+                    f"above engine.max_context={context}, so that the answer would be cut off: raise engine.max_context, lower "
+                    f"max_tokens of sampling (or evaluation), or leave such tasks out by max_tokens of data.train (or data.heldout)"
+                )
         except DataError as problem:
             self.problem = self.problem or problem

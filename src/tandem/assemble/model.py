@@ -155,7 +155,9 @@ def check_fit(vocab_size: int, max_positions: int | None, tokenizer: Tokenizer, 
             f"a model goes with the tokenizer of its own directory"
         )
     if max_positions is not None and recipe.engine.max_context > max_positions:
-        raise ConfigError(f"engine.max_context={recipe.engine.max_context} is above the {max_positions} positions of {what}")
+        raise ConfigError(
+            f"engine.max_context={recipe.engine.max_context} is above the {max_positions} positions of {what}: lower it"
+        )
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -114,15 +114,67 @@ def algorithm(recipe: Recipe) -> Algorithm:
     return configure(recipe.algorithm.name, recipe.algorithm.params)
 
 
+def check_recipe(recipe: Recipe) -> None:
+    """Looks at values alone, without a model and data. Raises ConfigError with all that contradict each other."""
+    problems: list[str] = []
+    for check in (_check_algorithm, _check_sampling, _check_lengths):
+        try:
+            check(recipe)
+        except ConfigError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _check_algorithm(recipe: Recipe) -> None:
+    recipe.trainer.schedule.check_runnable(one_process=recipe.placement.name == "inline")
+    chosen = algorithm(recipe)
+    _check_batch(recipe, chosen)
+    check_roles(recipe, chosen)
+
+
+def _check_sampling(recipe: Recipe) -> None:
+    chosen = algorithm(recipe)
+    if recipe.reward is None and recipe.reward_model is None and "rewards" in reads(chosen):
+        raise ConfigError(
+            f"algorithm {chosen.name} needs a reward: name one, e.g. reward.function=exact_match, reward.url=http://... or "
+            f"reward_model.path=..."
+        )
+    if recipe.model.library != "tandem" and (recipe.reward is not None or not from_dataset(recipe)):
+        raise ConfigError(
+            f"model.library={recipe.model.library}: the native engine generates with tandem's own decoder, so that such a model is "
+            "trained on a dataset (sft, preferences, distillation), without a reward: choose such an algorithm and reward=null"
+        )
+
+
+def _check_lengths(recipe: Recipe) -> None:
+    """That answers as long as the limits fit into the context, beside a prompt of one token, and the context into a new model."""
+    context, new = recipe.engine.max_context, recipe.model.new
+    if new is not None and context > new.max_positions:
+        raise ConfigError(
+            f"engine.max_context={context} is above the {new.max_positions} positions of the model: lower it, or raise "
+            f"model.new.max_positions={new.max_positions}"
+        )
+    limits = {"sampling.max_tokens": recipe.sampling.max_tokens}
+    if recipe.evaluation.max_tokens is not None and recipe.data.heldout is not None:
+        limits["evaluation.max_tokens"] = recipe.evaluation.max_tokens
+    name, most = max(limits.items(), key=lambda limit: limit[1])
+    if most >= context and (not from_dataset(recipe) or (recipe.reward is not None and recipe.data.heldout is not None)):
+        raise ConfigError(
+            f"{name}={most} new tokens after a prompt are more than engine.max_context={context}, which is of both together: lower "
+            f"{name}, or raise engine.max_context"
+        )
+
+
 def warmup_phase(recipe: Recipe, model: Model, directory: Path) -> Phase:
     """directory: of the phase's files."""
     warmup = recipe.warmup
     assert warmup is not None
     sft, num = configure("sft"), warmup.rows_per_step
-    alone, pools = recipe, recipe.runtime.pools
-    if recipe.runtime.name != "inline":
+    alone, pools = recipe, recipe.placement.pools
+    if recipe.placement.name != "inline":
         pool = "policy" if "policy" in pools else "trainer"
-        alone = replace(recipe, runtime=replace(recipe.runtime, pools={pool: pools.get(pool, 1)}))
+        alone = replace(recipe, runtime=replace(recipe.placement, pools={pool: pools.get(pool, 1)}))
     return _dataset_phase(
         alone, model, directory, (), "warmup", warmup.data, None, sft, warmup.steps, num, warmup.train, LearnerConfig()
     )
@@ -131,10 +183,8 @@ def warmup_phase(recipe: Recipe, model: Model, directory: Path) -> Phase:
 def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory: Path) -> Phase:
     """rollout: what generates; None where nothing does. directory: of its files.
 
-    Raises ConfigError for a batch that could never be trained on.
+    The recipe is one that `check_recipe` has passed. Raises ConfigError for what its models do not fit.
     """
-    _check_batch(recipe, algorithm(recipe))
-    check_roles(recipe, algorithm(recipe))
     if rollout is None or from_dataset(recipe):
         return _dataset_phase(
             recipe,
@@ -160,7 +210,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
     in_flight = timing.in_flight(recipe.rollout.groups_per_step) + spare
     _check_room(recipe, in_flight, "rollout.groups_per_step, rollout.spare_groups and trainer.staleness")
     queue = _rollout_queue(recipe, directory)
-    workers = Workers(recipe.runtime, queue, directory / "logs")
+    workers = Workers(recipe.placement, queue, directory / "logs")
     roles = build_roles(recipe, model, chosen, workers, _updates(recipe.trainer.steps, recipe.learner))
     if roles.warmup_steps >= recipe.trainer.steps:
         raise ConfigError(
@@ -225,7 +275,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
 
 def _rollout_queue(recipe: Recipe, directory: Path) -> MemoryQueue:
     """directory: of the phase's files. What a durable queue offers again is taken in strict order of admission."""
-    join = joining(recipe.runtime)
+    join = joining(recipe.placement)
     if recipe.queue.name == "memory":
         return MemoryQueue(recipe.queue, join=join)
     passing_over = {"trainer.window": recipe.trainer.window, "rollout.spare_groups": recipe.rollout.spare_groups}
@@ -350,8 +400,8 @@ def _dataset_phase(
     form: Form = "pairs" if "chosen" in chosen.needs else "demonstrations"
     maker = (Comparisons if form == "pairs" else Demonstrations)(model.renderer, recipe.engine.max_context)
     _check_room(recipe, tasks_per_step, "warmup.rows_per_step" if name == "warmup" else "rollout.groups_per_step and group_size")
-    queue = MemoryQueue(recipe.queue, join=joining(recipe.runtime))
-    workers = Workers(recipe.runtime, queue, directory / "logs")
+    queue = MemoryQueue(recipe.queue, join=joining(recipe.placement))
+    workers = Workers(recipe.placement, queue, directory / "logs")
     dataset = build_dataset(data, "train", seed_of(recipe.seed, "demonstrations"), model.renderer, form)
     source = DatasetSource(
         dataset=dataset,

@@ -21,7 +21,15 @@ from tandem.models.hf import check_values, has_value_head, read_config
 from tandem.models.language_model import LanguageModel
 from tandem.models.values import ValueModel
 from tandem.ports import WorkerGroup
-from tandem.recipe import Recipe, ReferenceSection, RewardModelSection, TeacherSection, TrainedSection
+from tandem.recipe import (
+    CriticSection,
+    ProcessModelSection,
+    Recipe,
+    ReferenceSection,
+    RewardModelSection,
+    TeacherSection,
+    TrainedSection,
+)
 from tandem.text.tokenizer import load_tokenizer
 from tandem.train.config import TrainConfig
 from tandem.trainer import stages
@@ -45,8 +53,8 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "critic": Kind({"values": "values"}, "value", ValueModel),
-    "process_model": Kind({"prm_logprobs": "logprobs"}, "implicit_prm"),
+    "critic": Kind({"values": "values"}, CriticSection.OBJECTIVE, ValueModel),
+    "process_model": Kind({"prm_logprobs": "logprobs"}, ProcessModelSection.OBJECTIVE),
     "reference": Kind({"ref_logprobs": "logprobs"}),
     "teacher": Kind({"teacher_logprobs": "logprobs", "teacher_topk_ids": "top_ids", "teacher_topk_logprobs": "top_logprobs"}),
     "reward_model": Kind({"rewards": "values"}, model=ValueModel, judges=True),
@@ -172,7 +180,7 @@ def build_roles(recipe: Recipe, model: Model, algorithm: Algorithm, workers: Wor
             top = min(topk, model.tokenizer.vocab_size)
             roles.append(Role(name, own, path, group, outputs, reset_every=reset_every, top=top))
             continue
-        settings = section if isinstance(section, TrainedSection) else TrainedSection()
+        settings = _trained(recipe, name)
         group = workers.group(own, Job(name, settings.train.over(updates), objective))
         roles.append(Role(name, own, path, group, outputs, objective, settings.warmup_steps))
     return Roles(tuple(roles))
@@ -231,16 +239,16 @@ def _objective(recipe: Recipe, name: str, row_name: str, algorithm: Algorithm) -
 
     Episodes that are drawn anew for the policy are drawn for it, too (PF-PPO).
     """
-    section = _section(recipe, name)
-    settings = section if isinstance(section, TrainedSection) else TrainedSection()
-    try:
-        row = configure(row_name, settings.params)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
+    given = _trained(recipe, name).params
+    row = configure(row_name, given)
     shared = {key: value for key, value in algorithm.params.items() if key in row.params and key not in AGGREGATION}
-    if twice := shared.keys() & settings.params.keys():
+    if twice := shared.keys() & given.keys():
         raise ConfigError(f"{name}.{min(twice)} is also a parameter of {algorithm.name}: set algorithm.{min(twice)}, for both")
     return replace(row, params={**row.params, **shared, "resampling": algorithm.params.get("resampling")})
+
+
+def _trained(recipe: Recipe, name: str) -> TrainedSection:
+    return {"critic": recipe.critic or CriticSection(), "process_model": recipe.process_model or ProcessModelSection()}[name]
 
 
 def _section(recipe: Recipe, name: str) -> ReferenceSection | TeacherSection | RewardModelSection | TrainedSection | None:

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from tandem.agents.env_loop import EnvLoop
-from tandem.algos.columns import reads
-from tandem.algos.table import configure
 from tandem.assemble.model import Model, check_memory
 from tandem.assemble.rewards import open_reward
 from tandem.checkpoint.journal import Journal
-from tandem.errors import ConfigError, RegistryError
+from tandem.errors import RegistryError
 from tandem.models.decoder import Decoder, KVCache
 from tandem.models.probe import TOLERANCE
 from tandem.ports import LLM, AgentLoop, Env, Reward
@@ -56,17 +54,8 @@ class Rollout:
 @asynccontextmanager
 async def open_rollout(recipe: Recipe, model: Model, journal: Journal | None = None) -> AsyncGenerator[Rollout]:
     """Starts what generates and judges, and ends all of it. Raises RewardError for a reward that cannot be loaded."""
-    chosen = configure(recipe.algorithm.name, recipe.algorithm.params)
-    if recipe.reward is None and recipe.reward_model is None and "rewards" in reads(chosen):
-        raise ConfigError(
-            f"algorithm {chosen.name} needs a reward: name one, e.g. reward.function=exact_match, reward.url=http://... or "
-            f"reward_model.path=..."
-        )
-    if not isinstance(model.decoder, Decoder) or model.probed is None:
-        raise ConfigError(
-            f"model.library={recipe.model.library}: the native engine generates with tandem's own decoder, so that such a model is "
-            "trained on a dataset (sft, preferences, distillation), without a reward: choose such an algorithm and reward=null"
-        )
+    assert isinstance(model.decoder, Decoder), "check_recipe"
+    assert model.probed is not None
     cache = KVCache.num_bytes(model.decoder.config, recipe.engine.slots, recipe.engine.max_context)
     check_memory({"weights": 4 * model.sizes[0], "rollout KV cache": cache})
     tolerance = max(TOLERANCE, model.probed.gap)

@@ -24,7 +24,7 @@ _PROBE = (2, 16)  # rows of so many tokens
 
 def build_checkpoint(recipe: Recipe, model: Model, logs: Path) -> Publisher:
     """logs: a directory of the phase, beside which weights that go through files are. Raises ConfigError for what does not fit."""
-    config, one_process = recipe.checkpoint, recipe.runtime.name == "inline"
+    config, one_process = recipe.checkpoint, recipe.placement.name == "inline"
     if one_process and config.name not in ("auto", "in_place"):
         raise ConfigError(
             f"checkpoint.name={config.name} with runtime=inline: trainer and engine read the same weights in one process, and "
@@ -34,7 +34,7 @@ def build_checkpoint(recipe: Recipe, model: Model, logs: Path) -> Publisher:
         raise ConfigError(f"checkpoint.encoding={config.encoding} with runtime=inline: nothing is sent there; leave it out")
     if not one_process and config.name == "in_place":
         raise ConfigError(
-            f"checkpoint.name=in_place with runtime={recipe.runtime.name}: the trainer's weights are in other processes; choose "
+            f"checkpoint.name=in_place with runtime={recipe.placement.name}: the trainer's weights are in other processes; choose "
             "shared_memory, collective or disk, or leave it to auto"
         )
     return Publisher(_transports(recipe, config, logs), config, _probe(model))
@@ -42,7 +42,7 @@ def build_checkpoint(recipe: Recipe, model: Model, logs: Path) -> Publisher:
 
 def _transports(recipe: Recipe, config: CheckpointConfig, logs: Path) -> Sequence[Transport]:
     bucket_bytes = config.bucket_mb << 20
-    if recipe.runtime.name == "inline":
+    if recipe.placement.name == "inline":
         return [InPlace()]
     if config.name == "disk":
         return [Disk(config.directory or logs.with_name("weights"), bucket_bytes)]

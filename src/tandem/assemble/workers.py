@@ -23,7 +23,7 @@ from tandem.models.language_model import LanguageModel
 from tandem.ports import Runtime, TrainEngine, TransferQueue, WorkerGroup
 from tandem.registry import resolve
 from tandem.runtime.inline import Inline
-from tandem.runtime.placement import Rank, RuntimeConfig, place, seated, table
+from tandem.runtime.placement import Rank, SettledRuntime, place, seated, table
 from tandem.runtime.process import Processes
 from tandem.runtime.queue_service import QueueServer, shared
 from tandem.train.config import TrainConfig
@@ -96,15 +96,15 @@ def worker(rank: Rank, engine: TrainEngine, job: Job, queue: TransferQueue) -> M
     return TrainWorker(engine, queue, job.objective, job.role, ranks=rank.size, against=job.against)
 
 
-def joining(config: RuntimeConfig) -> Join:
+def joining(config: SettledRuntime) -> Join:
     """How the queue joins rows, in memory that is shown to the workers."""
     match config.name:
+        case "inline":
+            return torch.cat
         case "process":
             return shared
         case "ray":
             return cast("Join", resolve("store of ray", _RAY, kind="runtime"))
-        case _:
-            return torch.cat
 
 
 class Workers:
@@ -113,7 +113,7 @@ class Workers:
     shared: their models are objects of this process, so that what trains one changes what others here read.
     """
 
-    def __init__(self, config: RuntimeConfig, queue: TransferQueue, logs: Path) -> None:
+    def __init__(self, config: SettledRuntime, queue: TransferQueue, logs: Path) -> None:
         """Raises DeviceError where this machine has less than the pools ask for; a cluster is asked when the workers start."""
         self._config = config
         self._places: dict[str, str] = {}  # role -> pool

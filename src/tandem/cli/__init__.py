@@ -258,16 +258,19 @@ def import_(source: str, directory: Path, dtype: Dtype) -> None:
 def config(recipe: Path, overrides: tuple[str, ...]) -> None:
     """Print every value of a recipe and its origin.
 
-    The origin is a line of the file, the command line, or the default.
+    The origin is a line of the file, the command line, or the default. Values that contradict each other are an error.
 
     \b
     Examples:
       tandem config recipes/quickstart.yaml
       tandem config recipes/quickstart.yaml train.lr=1e-3
     """
+    resolved = load(recipe, overrides)
+    from tandem import launch
     from tandem.config import explain
 
-    click.echo("\n".join(explain(load(recipe, overrides))))
+    launch.check(resolved)
+    click.echo("\n".join(explain(resolved)))
 
 
 @tandem.command()

@@ -1,7 +1,7 @@
 """Builds a value of a schema from what was written, and reports every problem on the way.
 
 The structure (sections, lists, mappings, merging, origins) is ours; what a single scalar may be is pydantic's strict JSON
-mode. What a section's `__post_init__` refuses is reported at the first key that its message names.
+mode. What a section's `__post_init__` refuses is a problem a line of its message, reported at the first key that the line names.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ class Builder:
             try:
                 made = schema(**values)
             except ValueError as error:
-                words = re.findall(r"\w+", str(error))
-                blamed = next((word for word in words if word in written), None)
-                if suspects.intersection(words) or (blamed is None and (suspects or not self._complete)):
+                blamed = next((word for word in _words(error) if word in written), None)
+                if suspects.intersection(_words(error)) or (blamed is None and (suspects or not self._complete)):
                     break
-                message = " ".join(str(error).split())
-                self.problems.append(f"{written.get(blamed or '', position)}: {path + ': ' if path else ''}{message}")
+                for line in str(error).splitlines():
+                    at = next((written[word] for word in _words(line) if word in written), position)
+                    self.problems.append(f"{at}: {path + ': ' if path else ''}{' '.join(line.split())}")
                 if blamed not in values:
                     break
                 suspects.add(blamed)
@@ -209,6 +209,10 @@ class Builder:
             near += [self._elsewhere[name] for name in difflib.get_close_matches(key, self._elsewhere, n=1)]
             advice = f"did you mean {near[0]!r}?" if near else f"{path or 'a recipe'} has {', '.join(names)}"
             self.problems.append(f"{node.origin}: unknown key {join(path, key)!r}; {advice}")
+
+
+def _words(message: object) -> list[str]:
+    return re.findall(r"\w+", str(message))
 
 
 @cache

@@ -6,7 +6,7 @@ A pool is a set of processes; roles that name the same pool share its processes,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tandem.device import Hardware, Kind
@@ -29,6 +29,7 @@ class ResourcePool:
 
 
 _LONGEST_S = 365 * 86_400.0
+Name = Literal["inline", "process", "ray"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class RuntimeConfig:
 
     SHORTHAND: ClassVar[str] = "name"
 
-    name: Literal["inline", "process", "ray"] | None = None
+    name: Name | None = None
     pools: dict[str, int] = field(default_factory=dict[str, int])
     cores: int = 1
     replicas: int = 1
@@ -60,22 +61,29 @@ class RuntimeConfig:
         if not 0 < self.limit_s <= _LONGEST_S:
             raise ValueError(f"limit_s must be above 0 and at most {_LONGEST_S:g} (a year), got {self.limit_s}")
 
-    def settled(self, *, beside_generation: bool) -> RuntimeConfig:
+    def settled(self, *, beside_generation: bool) -> SettledRuntime:
         """With name and pools filled in. beside_generation: generation has a process of its own.
 
         Raises ValueError for what one process has no use for.
         """
-        name = self.name or ("process" if self.pools or beside_generation else "inline")
+        name, pools = self.name or ("process" if self.pools or beside_generation else "inline"), self.pools
         if name != "inline":
-            return replace(self, name=name, pools=self.pools or {"trainer": 1 if beside_generation else 2})
-        if self.pools or self.replicas > 1:
-            given = f"runtime.pools={self.pools}" if self.pools else f"runtime.replicas={self.replicas}"
+            pools = pools or {"trainer": 1 if beside_generation else 2}
+        elif pools or self.replicas > 1:
+            given = f"runtime.pools={pools}" if pools else f"runtime.replicas={self.replicas}"
             raise ValueError(f"{given}, and with runtime=inline all is in this process: add runtime=process, or leave it out")
-        return replace(self, name=name)
+        return SettledRuntime(name, pools, self.cores, self.replicas, self.limit_s)
 
     @property
     def resource_pools(self) -> list[ResourcePool]:
         return [ResourcePool(name, ranks, self.cores) for name, ranks in self.pools.items()]
+
+
+@dataclass(frozen=True)
+class SettledRuntime(RuntimeConfig):
+    """One in which nothing is left out: what the recipe says, or what stands for it."""
+
+    name: Name = "inline"
 
 
 @dataclass(frozen=True, slots=True)
