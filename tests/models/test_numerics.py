@@ -127,6 +127,20 @@ def test_a_product_and_its_gradients_are_the_plain_ones(biased: bool) -> None:
         assert relative(got, plain) < 1e-6
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_bfloat16_is_multiplied_in_float32_where_the_processor_cannot(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each result is rounded once, packed or not, so that it is that of float32 but for this rounding."""
+    monkeypatch.setattr(numerics, "_multiplied", lambda _: torch.float32)
+    wide = [randn(32, 300), randn(24, 300, seed=1), *([randn(24, seed=2)] if biased else [])]
+    x, weight, *bias = (tensor.to(torch.bfloat16) for tensor in wide)
+    want = numerics.linear(*(tensor.to(torch.bfloat16).float() for tensor in wide)).to(torch.bfloat16)
+    for of in (weight, numerics.packed(weight)):
+        got = numerics.linear(x, of, *bias)
+        assert got.dtype == torch.bfloat16
+        assert torch.equal(got, want)
+    assert torch.equal(numerics.product(x, weight.t()), numerics.product(x.float(), weight.t().float()).to(torch.bfloat16))
+
+
 def test_a_frozen_weight_gets_no_gradient() -> None:
     x, weight = randn(16, 500).requires_grad_(), randn(8, 500, seed=1)
     numerics.linear(x, weight).sum().backward()

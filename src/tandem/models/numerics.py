@@ -10,8 +10,9 @@ by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear
 1. Products with weights are oneDNN's, which gives a row the same bits in any company of at least ROWS rows, for any inner
    dimension, with any weights above or below, packed or not, on any number of threads. BLAS does not: it has other kernels for
    few rows and for few outputs, and splits long inner dimensions at places that depend on both. Where torch has no
-   oneDNN for a dtype, BLAS it is, and the probe says what that is worth. In bfloat16 on a processor with AMX, oneDNN sums in an
-   order that depends on the rows where these are more than AMX_ROWS: there each product is made of parts of so many.
+   oneDNN for a dtype, BLAS it is, and the probe says what that is worth. A processor that does not multiply in bfloat16 does it in
+   float32 and rounds the result. In bfloat16 on a processor with AMX, oneDNN sums in an order that depends on the rows where these
+   are more than AMX_ROWS: there each product is made of parts of so many.
 2. Products of a backward pass are oneDNN's too, since it is faster, and promise no bits.
 3. A window of keys starts at column 0 of its row and is a multiple of KEYS long: P V blocks its keys from the first
    column on, and short windows take other kernels. P V is summed in tiles of TILE keys, in order, the last one cut.
@@ -76,7 +77,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def packed(weight: Tensor) -> Tensor:
     """A copy of a weight for `linear` alone, in an order that spares it work in every call."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED) if _onednn(weight.dtype) else weight.detach()
+    weight = weight.detach().to(_multiplied(weight.dtype))
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED) if _onednn(weight.dtype) else weight
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -84,10 +86,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     In bfloat16 torch's own product is oneDNN's, and reads a matrix that is turned without a copy of it.
     """
-    return a @ b if a.dtype == torch.bfloat16 else _linear(a, b.t(), None)
+    return a @ b if _multiplied(a.dtype) == torch.bfloat16 else _linear(a, b.t(), None)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if (wide := _multiplied(x.dtype)) != x.dtype:
+        return _linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
     onednn = _onednn(x.dtype)
     if onednn is None:
         return F.linear(x, weight, bias)
@@ -95,6 +99,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         parts = cast("tuple[Tensor, ...]", x.split(AMX_ROWS))
         return torch.cat([onednn(part, weight, bias, "none", [], "") for part in parts])
     return onednn(x, weight, bias, "none", [], "")
+
+
+@cache
+def _multiplied(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of this dtype are multiplied in: their own, or float32 for bfloat16 where the processor has no such products."""
+    emulated = dtype == torch.bfloat16 and _onednn(dtype) is None and _onednn(torch.float32) is not None
+    return torch.float32 if emulated else dtype
 
 
 @cache
