@@ -121,10 +121,13 @@ class CountedTokens:
             factor = torch.full_like(values_M, discount)
         factor = factor.index_fill_(0, self._ends, 0.0)
         sums, longest = values_M.detach().clone(), int(self.counts.max()) if len(self.counts) else 0
+        spare = torch.empty_like(factor)  # a new tensor in each pass would cost as much as what is computed
         shift = 1
         while shift < longest:
-            sums[:-shift] += factor[: len(sums) - shift] * sums[shift:]
-            factor = factor[:-shift] * factor[shift:]
+            ahead = len(sums) - shift
+            sums[:ahead] += torch.mul(factor[:ahead], sums[shift:], out=spare[:ahead])
+            left = max(len(factor) - shift, 0)
+            factor, spare = torch.mul(factor[:left], factor[shift:], out=spare[:left]), factor
             shift *= 2
         return sums
 
