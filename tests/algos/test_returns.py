@@ -172,6 +172,16 @@ def test_a_row_alone_has_no_baseline() -> None:
         assert raw.advantages.tolist() == [1.0, 1.0, 0.0]
 
 
+def test_whitening_sums_in_float64() -> None:
+    """Two values of 4,096 make ones vanish in a sum of squares in float32; what is left here is one rounding, of 2^-24."""
+    values = torch.ones(4096)
+    values[1::2] = -1
+    values[:2] *= 4096
+    exact = values.double() / (values.double().square().sum() / 4095 + 1e-8).sqrt()
+    whitened = returns.whiten(values, torch.ones(4096, dtype=torch.bool)).double()
+    assert ((whitened - exact) / exact).abs().max() <= 2**-24
+
+
 def test_whitening_of_two_and_of_equal_values_in_float64() -> None:
     both = torch.ones(2, dtype=torch.bool)
     assert returns.whiten(torch.tensor([0.0, 1.0]), both).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])

@@ -83,6 +83,10 @@ def test_explained_variance_of_returns_that_vary_little() -> None:
     assert explained_variance(torch.full((4,), 1e6), returns, mask).value == pytest.approx(0, abs=1e-9)
     for size, count in ((1.2e-5, 1.0), (0.9e-5, 0.0)):
         assert explained_variance(torch.zeros(2), torch.tensor([size, -size]), mask[:2]).count == count
+    side = 8e-8, (2e-10 - 8e-8**2) ** 0.5
+    bound = torch.tensor([*side, *(-each for each in side)], dtype=torch.float64)
+    assert bound.var(correction=0).item() == 1e-10, "the bound itself, which counts"
+    assert explained_variance(torch.zeros(4), bound, mask).count == 1
 
 
 def test_the_term_of_a_critic_is_the_loss_of_its_columns() -> None:
