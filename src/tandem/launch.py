@@ -19,7 +19,7 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from tandem.assemble.model import Model, build_model, check_memory
 from tandem.assemble.phases import Phase, algorithm, check_recipe, first_trained, from_dataset, main_phase, memory, warmup_phase
 from tandem.assemble.roles import merged
 from tandem.assemble.rollout import Rollout, open_rollout
-from tandem.assemble.tasks import build_dataset, notes
+from tandem.assemble.tasks import build_dataset, notes, overlaps
 from tandem.assemble.trackers import build_trackers, find_trackers
 from tandem.checkpoint.journal import Journal
 from tandem.checkpoint.snapshots import Part, SnapshotStore
@@ -108,8 +108,10 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun
         stack.enter_context(open_directory(directory, resolved, resume, console))
         begun()
         console.print(model.describe(), markup=False, highlight=False, soft_wrap=True)
-        for said in (*phase.notes, *(() if first is None else first.notes), *notes(heldout)):
+        phases = (phase,) if first is None else (first, phase)
+        for said in (*(note for each in phases for note in each.notes), *notes(heldout)):
             console.print(said, markup=False, highlight=False, soft_wrap=True)
+        _warn_of_overlaps(phases, heldout, console)
         if not phase.workers.shared:
             console.print(phase.workers.describe(), markup=False, highlight=False)
         if not recipe.sampling.full_support and not from_dataset(recipe):
@@ -135,6 +137,14 @@ async def _heldout(recipe: Recipe, model: Model) -> Dataset | None:
     longest = max(recipe.sampling.max_tokens, recipe.evaluation.max_tokens or 0)
     await check_tasks(dataset, recipe, model.renderer, judged=True, max_tokens=longest, most=recipe.evaluation.tasks)
     return dataset
+
+
+def _warn_of_overlaps(phases: Sequence[Phase], heldout: Dataset | None, console: Console) -> None:
+    sections = {"train": "data.train", "warmup": "warmup.data"}
+    losses = [phase.heldout.dataset for phase in phases if phase.heldout is not None]
+    measured = losses if heldout is None else [heldout]
+    for said in overlaps({sections[phase.name]: phase.source.dataset for phase in phases}, measured):
+        console.print(f"warning: {said}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 async def _main_phase(recipe: Recipe, model: Model, rollout: Rollout | None) -> Phase:
@@ -316,11 +326,11 @@ def _finish(recipe: Recipe, main: _PhaseRun, directory: Path, console: Console) 
     write_summary(directory / "summary.json", summary)
     places = {"model": final, "metrics": directory / "metrics.jsonl", "samples": directory / "samples.jsonl"}
     next_command = shlex.join(["tandem", "eval", str(directory)])
-    planned = sum(memory(recipe, main.phase).values())
-    console.print(f"memory   {'planned to last':<24} {planned / 2**20:10,.1f} MiB", highlight=False)
-    for name, peaks in {"this process, at most": [device.peak_memory_bytes()], **main.peaks}.items():
+    _say_planned(memory(recipe, main.phase), console)
+    elsewhere = {} if main.phase.workers.shared else {f"process of {role}": peaks for role, peaks in main.peaks.items()}
+    for name, peaks in {"this process": [device.peak_memory_bytes()], **elsewhere}.items():
         for peak in peaks:
-            console.print(f"memory   {name:<24} {peak / 2**20:10,.1f} MiB", highlight=False)
+            _say_memory(f"measured, {name}", peak, console, "at most, with Python, torch and activations")
     if main.last is None:
         console.print(_UNTOLD)
         for what, where in places.items():
@@ -351,6 +361,16 @@ def _finish(recipe: Recipe, main: _PhaseRun, directory: Path, console: Console) 
         )
     places |= {"curve": directory / "curve.png"}
     final_report(console, summary, curve, samples, places, next_command, solved=solved)
+
+
+def _say_planned(planned: Mapping[str, int], console: Console) -> None:
+    _say_memory("estimated, together", sum(planned.values()), console, "what is held from step to step, by its sizes")
+
+
+def _say_memory(name: str, size: int, console: Console, note: str = "") -> None:
+    """A line of a table. size: in bytes."""
+    told = f"memory   {name:<30} {size / 2**20:10,.1f} MiB"
+    console.print(f"{told}  {note}" if note else told, markup=False, highlight=False, soft_wrap=True)
 
 
 async def _measure(recipe: Recipe, console: Console) -> None:
@@ -392,18 +412,20 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
     async with AsyncExitStack() as stack:
         rollout = None if from_dataset(recipe) else await stack.enter_async_context(open_rollout(recipe, model))
         phases = [await _main_phase(recipe, model, rollout)]
-        if recipe.reward is not None:
-            await _heldout(recipe, model)
+        heldout = await _heldout(recipe, model) if recipe.reward is not None else None
         if recipe.warmup is not None:
             phases.insert(0, warmup_phase(recipe, model, recipe.run.directory / "warmup"))
+        _warn_of_overlaps(phases, heldout, console)
         for phase in phases:
             first = f"{phase.ahead}, as groups complete; " if phase.ahead.stages else ""
             steps = f"{phase.name:<8} {phase.steps} steps of {phase.algorithm.name}"
             console.print(f"{steps}: {first}{phase.plan} -> update", markup=False, soft_wrap=True)
             for role in phase.roles.all:
                 console.print(f"model    {role.describe()}", markup=False, soft_wrap=True)
-    for name, size in memory(recipe, phases[-1]).items():
-        console.print(f"memory   {name:<24} {size / 2**20:10,.1f} MiB", highlight=False)
+    planned = memory(recipe, phases[-1])
+    for name, size in planned.items():
+        _say_memory(name, size, console)
+    _say_planned(planned, console)
     for line in phases[-1].workers.describe().splitlines():
         console.print(f"place    {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(

@@ -277,15 +277,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """A judgement: a finite value, or a failure with its reason; never a silent 0.
-
-    components: named parts, for metrics. token_rewards: (position, value) pairs within the episode's last sample.
+    """A judgement: a finite value, or a failure with its reason; never a silent 0. components: named parts, for metrics.
+    token_rewards: (position, value) pairs within the episode's last sample. raised: it failed since the judge's own code raised.
     """
 
     value: float | None
     components: Mapping[str, float] = field(default_factory=dict[str, float])
     token_rewards: tuple[tuple[int, float], ...] = ()
     reason: str = ""
+    raised: bool = False
 
     def __post_init__(self) -> None:
         if self.value is None and not self.reason:
@@ -295,8 +295,8 @@ class RewardResult:
             raise NonFiniteError(f"reward {self.value} with components {dict(self.components)} is not finite")
 
     @classmethod
-    def failed(cls, reason: str) -> RewardResult:
-        return cls(None, reason=reason)
+    def failed(cls, reason: str, *, raised: bool = False) -> RewardResult:
+        return cls(None, reason=reason, raised=raised)
 
     @property
     def ok(self) -> bool:

@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from tandem.assemble.tasks import build_dataset, notes
+from tandem.assemble.tasks import build_dataset, notes, overlaps
 from tandem.data.curriculum import CurriculumConfig
 from tandem.recipe import DatasetSection, SourceSection
 from tandem.text.renderer import PLAIN_TEMPLATE, TemplateRenderer
@@ -55,3 +55,17 @@ def test_what_is_too_long_depends_on_what_is_trained_on(tmp_path: Path) -> None:
     imitated = build_dataset(section, "train", 0, RENDERER, "demonstrations")
     assert len(imitated) == 1  # the completion counts too
     assert notes(build_dataset(DatasetSection(path=path), "train", 0, RENDERER)) == ()
+
+
+def test_held_out_tasks_that_are_trained_on_are_told_with_where(tmp_path: Path) -> None:
+    files = {name: written(tmp_path / f"{name}.jsonl", *prompts) for name, prompts in (("a", "123"), ("b", "34"), ("c", "5"))}
+    a, b, c = (build_dataset(DatasetSection(path=path), "train", 0, RENDERER) for path in files.values())
+    known = "what is measured on them may be remembered; take them out of one of the two"
+    found = overlaps({"data.train": a, "warmup.data": c}, [b])
+    assert found == [f"1 of 2 held-out prompts are in data.train too, e.g. 3: {known}"]
+    found = overlaps({"data.train": c, "warmup.data": b}, [a, c])
+    assert [said.partition(":")[0] for said in found] == [
+        "1 of 1 held-out prompts are in data.train too, e.g. 5",
+        "1 of 3 held-out prompts are in warmup.data too, e.g. 3",
+    ]
+    assert overlaps({"data.train": a}, []) == []

@@ -104,6 +104,14 @@ def check(name: str, content: str, *says: str) -> Mistake:
     return Mistake(f"data check {name}", says, files={name: content})
 
 
+def verls(*says: str, **columns: object) -> Mistake:
+    """A row that is nearly verl's; a column of None is left out."""
+    row = {"data_source": "s", "prompt": [{"role": "user", "content": "1+1="}]} | columns
+    given = {name: value for name, value in row.items() if value is not None}
+    told = ("a.jsonl:1", "verl's layout", "lacks", "reward_model.ground_truth", *says)
+    return trained_on("a.jsonl", json.dumps(given) + "\n", *told)
+
+
 def reward(source: str, *says: str) -> Mistake:
     """A reward's source, with f in it."""
     return Mistake("reward check tiny.yaml -n 2 reward.function=mine.py:f", says, files={"mine.py": f"{source}\n"})
@@ -111,6 +119,13 @@ def reward(source: str, *says: str) -> Mistake:
 
 def reward_of(overrides: str, *says: str, **files: str) -> Mistake:
     return Mistake(f"reward check tiny.yaml -n 2 {overrides}", says, files=files)
+
+
+def raising(source: str, *says: str, overrides: str = "", raised: str = "ZeroDivisionError") -> Mistake:
+    """A run with such a reward: nothing is left of it."""
+    told = f"reward.function=mine.py:f {overrides}" if "reward=" not in overrides else overrides
+    found = (*says, raised, "mine.py:", "task 'calculator/", "tandem reward check")
+    return train(told, *found, files={"mine.py": f"{source}\n"})
 
 
 def model(change: Callable[[Path], object], *says: str) -> Mistake:
@@ -290,6 +305,15 @@ MISTAKES: dict[str, Mistake] = {
         lambda path: (path / "model.safetensors").write_bytes(b"1" * 99), "model/model.safetensors", "fetch or save"
     ),
     "weights of another model": model(other_tensors, "model.norm.weight", "model.extra.weight"),
+    "a model without a tokenizer": model(
+        lambda path: [file.unlink() for file in path.glob("*token*")],
+        "model holds no tokenizer",
+        "tokenizer.json",
+        "model.tokenizer",
+    ),
+    "a tokenizer of the slow kind": model(
+        lambda path: (path / "tokenizer.json").rename(path / "vocab.json"), "no tokenizer.json but vocab.json", "save_pretrained"
+    ),
     "a family that is not known": model(edit("config.json", model_type="mamba"), "'mamba'", "llama", "transformers"),
     "a tokenizer without eos": model(edit("tokenizer_config.json", eos_token=None), "eos_token"),
     "no such template": train("model.template=no/such.jinja", "model.template", "no/such.jinja"),
@@ -353,7 +377,13 @@ MISTAKES: dict[str, Mistake] = {
     "Python and not JSON": check("a.jsonl", "{'prompt': 'a'}\n", "a.jsonl:1", "not valid JSON"),
     "another encoding": Mistake("data check a.jsonl", ("a.jsonl:1", "not UTF-8"), made=utf16),
     "other column names": trained_on("a.jsonl", '{"question": "a", "solution": "b"}\n', "question, solution", "`columns`"),
-    "parquet without a prompt": Mistake("data check verl.parquet", ("verl.parquet", "question", "`columns`"), made=parquet),
+    "verl's layout without a prompt": Mistake(
+        "data check verl.parquet", ("verl.parquet row 0", "verl's layout", "lacks prompt;", "question", "`columns`"), made=parquet
+    ),
+    "verl's layout without an answer": verls("has style", reward_model={"style": "rule"}),
+    "verl's layout with an answer of another name": verls("has answer", reward_model={"answer": "4"}),
+    "verl's layout as a text": verls("and no object", reward_model='{"ground_truth": "4"}'),
+    "verl's layout without a prompt and an answer": verls("prompt and reward_model.ground_truth", prompt=None, reward_model={}),
     "parquet by name only": check("a.parquet", GOOD, "a.parquet", "not a parquet file"),
     "ShareGPT's keys": check("a.jsonl", '{"messages": [{"from": "human", "value": "a"}]}\n', "message 0", "the role None"),
     "parts of content": check(
@@ -482,6 +512,33 @@ MISTAKES: dict[str, Mistake] = {
     "a text as a reward": reward("def f(solution_str): return 'good'", "returned 'good'"),
     "too few rewards": reward("def f(task, group): return [1.0]", "returned 1"),
     "always an exception": reward("def f(solution_str): return 1 / 0", "none of 4 answers could be judged", "ZeroDivisionError"),
+    "an exception in each answer to a held-out task": raising("def f(task, group): return [1 / 0 for _ in group]", "eval:0.0.0"),
+    "an exception in each answer to a task": raising(
+        "def f(task, group): return [1 / 0 for _ in group]", "train:0.0.0", "all 8 episodes", overrides="data.heldout=null"
+    ),
+    "an exception in a package that a reward calls": raising(
+        "import json\ndef f(solution_str):\n    return json.loads('{')",
+        "mine.py:3, in a call of",
+        "json/decoder.py",
+        raised="JSONDecodeError",
+    ),
+    "an exception in a part of a reward": raising(
+        "def f(solution_str): return 1 / 0",
+        "part 'a'",
+        overrides="'reward={function: null, parts: {a: {function: \"mine.py:f\"}}}'",
+    ),
+    "a column that the data of a run has not": train(
+        "reward.function=mine.py:f", "'solution'", files={"mine.py": "def f(completions, solution): return [1.0]\n"}
+    ),
+    "a column that the last of the tasks has not": train(
+        f"{ONE_TURN} {NOT_A_TASK} data.train.path=a.jsonl reward.function=mine.py:f",
+        "'solution'",
+        "task 'a-1'",
+        files={
+            "mine.py": "def f(completions, solution): return [1.0 for _ in completions]\n",
+            "a.jsonl": '{"prompt": "1+1=", "solution": "2"}\n{"prompt": "1+2=", "answer": "3"}\n',
+        },
+    ),
     "params that it does not take": reward_of("'reward.params={k: 1}'", "'k'"),
     "a tolerance that is none": train(
         "reward.function=numeric 'reward.params={tolerance: abc}'", "params.tolerance='abc'", "a number"

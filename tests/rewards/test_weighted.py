@@ -32,7 +32,9 @@ def test_the_value_is_the_weighted_sum_and_each_part_is_a_component() -> None:
 def test_what_one_part_cannot_judge_is_failed_and_says_which() -> None:
     reward = WeightedReward({"right": (FakeReward(), 1.0), "style": (Fixed(RewardResult.failed("no idea")), 0.0)})
     (result,) = asyncio.run(reward(task(), group("4")))
-    assert (result.value, result.reason) == (None, "part 'style': no idea")
+    assert (result.value, result.reason, result.raised) == (None, "part 'style': no idea", False)
+    raised = WeightedReward({"style": (Fixed(RewardResult.failed("KeyError", raised=True)), 1.0)})
+    assert asyncio.run(raised(task(), group("4"))) == [RewardResult.failed("part 'style': KeyError", raised=True)]
 
 
 def test_all_parts_are_closed() -> None:

@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from tandem.track import console as ours
 from tandem.track.console import ConsoleTracker, Field
 from tandem.types import Metrics
 
@@ -42,9 +43,9 @@ def test_plain_lines_without_a_terminal() -> None:
     run(Console(file=file, width=40), Clock())
     assert file.getvalue().splitlines() == [
         "GRPO [1] 1/12  reward 0.06  3,412 tokens/s  0:22 left",
-        "GRPO [1] 4/12  reward 0.25  held-out 0.15  3,412 tokens/s  0:16 left",
-        "GRPO [1] 7/12  reward 0.44  held-out 0.30  3,412 tokens/s  0:10 left",
-        "GRPO [1] 10/12  reward 0.62  held-out 0.45  3,412 tokens/s  0:04 left",
+        "GRPO [1] 4/12  reward 0.25  held-out 0.15 (step 3)  3,412 tokens/s  0:16 left",
+        "GRPO [1] 7/12  reward 0.44  held-out 0.30 (step 6)  3,412 tokens/s  0:10 left",
+        "GRPO [1] 10/12  reward 0.62  held-out 0.45 (step 9)  3,412 tokens/s  0:04 left",
         "GRPO [1] 12/12  reward 0.75  held-out 0.60  3,412 tokens/s  0:00 left",
     ]
 
@@ -79,6 +80,12 @@ def test_a_live_line_in_a_terminal(width: int) -> None:
     assert "12/12  reward 0.75  held-out 0.60  3,412 tokens/s  0:00 left" in last_frame
     assert "GRPO [1] " in last_frame
     assert text.endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def test_a_line_of_a_log_is_wrapped_by_nobody() -> None:
+    file, words = io.StringIO(), "warning: " + "word " * 40 + "end"
+    ours.Console(file=file).print(words, style="yellow")
+    assert file.getvalue() == f"{words}\n"
 
 
 def test_time_left_counts_from_where_the_run_was_resumed() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.agents.single_turn import SingleTurn
 from tandem.data.fake import FakeDataset
-from tandem.errors import DataError, EngineError, RunError, StalledError
+from tandem.errors import DataError, EngineError, RewardError, RunError, StalledError
 from tandem.ports import LLM, AgentLoop
 from tandem.trainer.evaluate import EvalResult, EvaluationConfig, evaluate, pass_at_k
 from tandem.types import Episode, Key, RewardResult, SamplingParams, Task
@@ -79,8 +79,10 @@ def test_what_could_not_be_judged_is_counted_and_never_a_zero() -> None:
     assert reasons == ["timeout"] + ["ValueError: no such tool"] * 2
     assert result.greedy is None
     assert "greedy" not in result.metrics()
-    with pytest.raises(RunError, match=r"none of 6 .* eval:0\.0\.0: timeout"):
+    with pytest.raises(RunError, match=r"none of 6 .* eval:0\.0\.0 \(task .fake-0.\): timeout"):
         run(lambda episode: RewardResult.failed("timeout"))
+    with pytest.raises(RewardError, match=r"none of 6 .* eval:0\.0\.0 \(task .fake-0.\): KeyError; correct the reward"):
+        run(lambda episode: RewardResult.failed("KeyError", raised=True))
 
 
 def test_randomness_is_the_seed_s_and_the_task_s() -> None:

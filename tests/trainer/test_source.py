@@ -65,11 +65,22 @@ def test_a_step_in_which_everything_fails_stops_the_run_with_the_first_message()
         raise ValueError(f"no tool for {key}")
 
     with pytest.raises(
-        RunError, match=r"all 6 episodes .* failed; the first: train:\d\.0\.0: ValueError: no tool for train:\d\.0\.0"
+        RunError,
+        match=r"all 6 episodes .* failed; the first: train:\d\.0\.0 \(task .fake-\d.\): ValueError: no tool for train:\d\.0\.0",
     ):
         first_batch(world(config=SMALL, agent=broken))
     with pytest.raises(RunError, match=r"all 6 episodes .* failed; the first: .*timeout"):
         first_batch(world(config=SMALL, reward=lambda episode: RewardResult.failed("timeout")))
+
+
+def test_a_reward_that_raises_for_everything_is_its_author_s_mistake() -> None:
+    def reward(*raises: int) -> Callable[[Episode], RewardResult]:
+        return lambda episode: RewardResult.failed("it raised KeyError", raised=episode.key.member in raises)
+
+    with pytest.raises(RewardError, match=r"raised for all 6 episodes .*; the first: train:0\.0\.0 \(task 'fake-\d'\): it raised"):
+        first_batch(world(config=SMALL, reward=reward(0, 1, 2)))
+    with pytest.raises(RunError, match=r"all 6 episodes .* failed"):
+        first_batch(world(config=SMALL, reward=reward(0, 1)))
 
 
 def test_whether_failures_stop_the_run_depends_on_no_timing() -> None:

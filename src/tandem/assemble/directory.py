@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from tandem import device
 from tandem.checkpoint.snapshots import SnapshotStore
 from tandem.config import Resolved, dump, flatten
 from tandem.durable import attempt, draft_of, write_whole
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UserError
 from tandem.recipe import Recipe, load_recipe
 
 Begun: TypeAlias = Callable[[], None]
@@ -47,7 +48,8 @@ _CONTINUES = (
 def open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, console: Console) -> Generator[None]:
     """Leaves an earlier run aside, or checks that it can be gone on with, and keeps others out until the run ends.
 
-    Raises ConfigError for a directory of something else, one that is in use, and a resumed run that would be another one.
+    A run that a mistake of the user's ends before anything was measured or trained leaves no directory. Raises ConfigError for a
+    directory of something else, one that is in use, and a resumed run that would be another one.
     """
     config = directory / "config.yaml"
     if resume:
@@ -85,7 +87,18 @@ def open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, co
             console.print(f"all {resolved.value.trainer.steps} steps are done: nothing is left to train", markup=False)
         else:
             write_whole(config, dump(resolved))
-        yield
+        try:
+            yield
+        except UserError:
+            if not _holds_work(directory):
+                shutil.rmtree(directory)
+            raise
+
+
+def _holds_work(directory: Path) -> bool:
+    """Whether a phase left a measurement or a snapshot there."""
+    metrics = any(path.stat().st_size for path in directory.glob("**/metrics.jsonl"))
+    return metrics or any(directory.glob("**/snapshots/step-*"))
 
 
 def _make(directory: Path) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 
 from tandem.assemble.rollout import AGENTS, ENVS, build_agent
 from tandem.errors import ConfigError, DataError, RewardError
 from tandem.ports import AgentLoop, Dataset, Renderer, Reply
 from tandem.recipe import AgentSection, Recipe
 from tandem.rewards.child import load
-from tandem.rewards.config import RewardConfig
+from tandem.rewards.config import PartConfig, RewardConfig
 from tandem.rewards.functions import FUNCTIONS
+from tandem.rewards.workers import FunctionReward
 from tandem.rollout.session import check_prompt
 from tandem.types import Json, Key, Message, SamplingParams, Stop, Task
 
@@ -33,13 +35,13 @@ async def check_tasks(
     tasks = [dataset[index].asked() for index in range(min(most, len(dataset)))]
     if judged and recipe.reward is not None:
         _check_answers(tasks, recipe.reward)
+        await _check_columns(tasks, recipe.reward)
     await _check_prompts(tasks, dataset.name, recipe, renderer, max_tokens)
 
 
 def _check_answers(tasks: Sequence[Task], config: RewardConfig) -> None:
     """Of built-in functions, which read an answer before they look at episodes."""
-    parts = {f"reward.parts.{part}": each for part, each in config.parts.items()} or {"reward": config}
-    for where, part in parts.items():
+    for where, part in _parts(config).items():
         if part.function not in FUNCTIONS:
             continue
         function, until_s = load(part.function, part.params), time.monotonic() + _ANSWERS_S
@@ -55,6 +57,29 @@ def _check_answers(tasks: Sequence[Task], config: RewardConfig) -> None:
                 ) from None
             if time.monotonic() > until_s:
                 break
+
+
+async def _check_columns(tasks: Sequence[Task], config: RewardConfig) -> None:
+    """Of functions of somebody's own, in a process of theirs, which judges nobody."""
+    for part in _parts(config).values():
+        if part.function is None or part.function in FUNCTIONS:
+            continue
+        until_s = time.monotonic() + _ANSWERS_S
+        async with AsyncExitStack() as stack:
+            reward = FunctionReward(part)
+            stack.push_async_callback(reward.close)
+            await reward.start()
+            for task in tasks:
+                try:
+                    await reward(task, ())
+                except RewardError as problem:
+                    raise RewardError(f"task {task.id!r}: {problem}") from None
+                if time.monotonic() > until_s:
+                    break
+
+
+def _parts(config: RewardConfig) -> dict[str, PartConfig | RewardConfig]:
+    return {f"reward.parts.{name}": part for name, part in config.parts.items()} or {"reward": config}
 
 
 async def _check_prompts(tasks: Sequence[Task], name: str, recipe: Recipe, renderer: Renderer, max_tokens: int) -> None:

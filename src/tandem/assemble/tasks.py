@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
 from tandem.data.builtin import Demonstrations, NoiseConfig, Pairs, Problem, Split, TaskSet
+from tandem.data.check import in_both
 from tandem.data.curriculum import by_pass_rate
 from tandem.data.files import FileDataset
 from tandem.data.hub import HubDataset
@@ -49,6 +51,16 @@ def read_dataset(section: DatasetSection, split: Split, seed: int, form: Form = 
 def notes(*datasets: Dataset | None) -> tuple[str, ...]:
     """What a user should know of what was left out of them."""
     return tuple(said for dataset in datasets if isinstance(dataset, Kept) for said in dataset.notes)
+
+
+def overlaps(trained: Mapping[str, Dataset], heldout: Sequence[Dataset]) -> list[str]:
+    """Warnings of held-out tasks that are trained on. trained: by the section of the recipe."""
+    found: list[str] = []
+    for what, train in trained.items():
+        for other in heldout:
+            if said := in_both((train[i] for i in range(len(train))), [other[i] for i in range(len(other))], what):
+                found.append(f"{said}: what is measured on them may be remembered; take them out of one of the two")
+    return found
 
 
 def _tokens(task: Task, renderer: Renderer, form: Form) -> int:

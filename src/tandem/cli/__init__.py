@@ -220,10 +220,9 @@ def chat(model: Path, temperature: float, max_tokens: int, seed: int, system: st
       tandem chat models/smollm2
       echo 'Which is the largest: 37, 82, 15?' | tandem chat runs/demo --temperature 0
     """
-    from rich.console import Console
-
     from tandem.assemble.chat import Chat
     from tandem.assemble.chat import chat as talk
+    from tandem.track.console import Console
 
     path = _final_of(model) if (model / "config.yaml").is_file() else model
     talk(path, Chat(temperature, max_tokens, seed, system, dtype), Console())
@@ -304,8 +303,7 @@ def runs(place: Path) -> None:
       tandem runs
       tandem runs path/to/experiments
     """
-    from rich.console import Console
-
+    from tandem.track.console import Console
     from tandem.track.runs import find_runs, table_of
 
     if not (found := find_runs(place)):
@@ -326,9 +324,8 @@ def show(run: Path, samples: int, metrics: tuple[str, ...]) -> None:
       tandem show runs/quickstart
       tandem show runs/quickstart --metric train/entropy --metric rollout/length --samples 0
     """
-    from rich.console import Console
-
     from tandem.track import runs as of_runs
+    from tandem.track.console import Console
 
     of_runs.show(of_runs.read_run(run), Console(), samples=samples, metrics=metrics)
 
@@ -347,8 +344,7 @@ def why(run: Path, key: str) -> None:
       tandem why runs/quickstart train:12.3.0
       tandem why runs/quickstart 12.3
     """
-    from rich.console import Console
-
+    from tandem.track.console import Console
     from tandem.track.life import find, life
     from tandem.track.runs import read_run
 
@@ -363,9 +359,8 @@ def doctor() -> int:
 
     The exit code is 1 where something that Tandem needs is missing.
     """
-    from rich.console import Console
-
     from tandem import doctor as of_doctor
+    from tandem.track.console import Console
 
     findings = of_doctor.examine()
     of_doctor.show(findings, Console())

@@ -37,11 +37,10 @@ def check_data(file: Path, heldout: Path | None, columns: tuple[str, ...], token
         raise ConfigError(f"--max-tokens {max_tokens} counts tokens: give --tokenizer a Hugging Face directory too")
     if wrong := [column for column in columns if not all(column.partition("="))]:
         raise ConfigError(f"--column {wrong[0]} is not of the form OURS=THEIRS, as in --column prompt=question")
-    from rich.console import Console
-
     from tandem.data.check import inspect, show
     from tandem.text.renderer import TemplateRenderer
     from tandem.text.tokenizer import load_tokenizer
+    from tandem.track.console import Console
 
     renderer = None if tokenizer is None else TemplateRenderer(load_tokenizer(tokenizer))
     names = {ours: theirs for ours, _, theirs in (column.partition("=") for column in columns)}
@@ -119,8 +118,7 @@ def check_reward(recipe: Path, overrides: tuple[str, ...], answers: Path | None,
       tandem reward check recipe.yaml --answers runs/mine/samples.jsonl -n 100
     """
     resolved = load(recipe, overrides)
-    from rich.console import Console
-
     from tandem.assemble.reward_check import check
+    from tandem.track.console import Console
 
     check(resolved.value, answers, count, Console())

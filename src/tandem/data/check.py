@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -35,10 +35,6 @@ class Checked:
     lengths: Mapping[str, Lengths]
     too_long: int
     again: int
-
-    @property
-    def prompts(self) -> frozenset[str]:
-        return frozenset(_asked(task) for task in self.tasks)
 
 
 def inspect(path: Path, columns: Mapping[str, str], renderer: Renderer | None = None, max_tokens: int | None = None) -> Checked:
@@ -75,12 +71,19 @@ def show(train: Checked, heldout: Checked | None, max_tokens: int | None, consol
     for checked in files:
         _show_file(checked, max_tokens, console)
     if heldout is not None:
-        both = train.prompts & heldout.prompts
-        if both:
-            shared = sum(_asked(task) in both for task in heldout.tasks)
-            _warn(console, f"{shared} of {len(heldout.tasks)} held-out prompts are in {train.path} too, e.g. {_cut(min(both))}")
+        if said := in_both(train.tasks, heldout.tasks, str(train.path)):
+            _warn(console, said)
         else:
             console.print(f"no prompt of {heldout.path} is in {train.path}", highlight=False, soft_wrap=True)
+
+
+def in_both(train: Iterable[Task], heldout: Sequence[Task], what: str) -> str | None:
+    """How many held-out tasks ask what tasks of `what` ask, with one of them; None where none does."""
+    asked = [_asked(task) for task in heldout]
+    both = set(asked) & {_asked(task) for task in train}
+    if not both:
+        return None
+    return f"{sum(each in both for each in asked)} of {len(asked)} held-out prompts are in {what} too, e.g. {_cut(min(both))}"
 
 
 def _show_file(checked: Checked, max_tokens: int | None, console: Console) -> None:

@@ -62,6 +62,7 @@ def _renamed(row: Mapping[str, object], columns: Mapping[str, str], where: str) 
 
 
 def _task(row: dict[str, object], where: str, number: int, source: str) -> Task:
+    _check_verls(row, where)
     _take_out_verls_answer(row, where)
     for one, other in (("messages", "prompt"), ("messages", "completion"), ("completion", "chosen"), ("answer", "ground_truth")):
         if row.get(one) is not None and row.get(other) is not None:
@@ -102,6 +103,25 @@ def _task(row: dict[str, object], where: str, number: int, source: str) -> Task:
         rejected=worse,
         chat=isinstance(talk, list),
     )
+
+
+def _check_verls(row: Mapping[str, object], where: str) -> None:
+    """Raises DataError where data_source and reward_model say that a row is verl's, and a part of its layout is missing."""
+    model = row.get("reward_model")
+    if model is None or row.get("data_source") is None:
+        return
+    inside = cast("Mapping[str, object]", model) if isinstance(model, Mapping) else dict[str, object]()
+    there = {
+        "prompt": "prompt" in row or "messages" in row,
+        "reward_model.ground_truth": "ground_truth" in inside or "answer" in row or "ground_truth" in row,
+    }
+    if lacking := [name for name, found in there.items() if not found]:
+        holds = f"whose reward_model has {_listed(inside)}" if inside == model else f"whose reward_model is {model!r} and no object"
+        raise DataError(
+            f"{where} is of verl's layout (data_source, prompt, reward_model.ground_truth) and lacks {' and '.join(lacking)}; it "
+            f"has {_listed(row)}, {holds}: add what is missing, or name the column that holds it with `columns`, as in "
+            f"columns={{prompt: question}}"
+        )
 
 
 def _take_out_verls_answer(row: dict[str, object], where: str) -> None:

@@ -7,6 +7,7 @@ Imports no torch, so that a worker starts in a moment.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import os
@@ -18,6 +19,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, SupportsFloat, cast
 
@@ -35,6 +37,8 @@ _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a text"),
     "bool": ((bool,), "true or false"),
 }
+
+_BETWEEN = {Path(__file__).parent, Path(asyncio.__file__).parent}  # what stands between us and the function
 
 Answer = tuple[Literal["ready", "results", "failed", "broken"], Any]
 
@@ -79,7 +83,7 @@ def load(name: str, params: Mapping[str, Json]) -> RewardFunction:
         raise RewardError(f"reward function {name!r} is {function!r}, which cannot be called: name a function")
     if name in FUNCTIONS:
         _check_params(function, name, params)
-    return adapted(function, name, params)
+    return adapted(function, name, params, built_in=name in FUNCTIONS)
 
 
 def _check_params(function: Any, name: str, params: Mapping[str, Json]) -> None:
@@ -101,9 +105,12 @@ def judge(function: RewardFunction, name: str, task: Task, group: Sequence[Episo
 
 
 def _where(error: BaseException) -> str:
-    """The line that raised, for whoever wrote it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f" ({last.filename}:{last.lineno})"
+    """For whoever wrote the function: the last line of its own file, and the one that raised, where that is in another."""
+    frames = traceback.extract_tb(error.__traceback__)
+    beyond = [frame for frame in frames if Path(frame.filename).parent not in _BETWEEN]
+    own = [frame for frame in beyond if frame.filename == beyond[0].filename] or frames
+    inside = f", in a call of {frames[-1].filename}:{frames[-1].lineno}" if frames[-1] is not own[-1] else ""
+    return f" ({own[-1].filename}:{own[-1].lineno}{inside})"
 
 
 def _results(name: str, given: object, count: int) -> list[RewardResult]:

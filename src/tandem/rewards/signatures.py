@@ -30,8 +30,12 @@ _MANY = {
 }
 
 
-def adapted(function: Callable[..., Any], name: str, params: Mapping[str, Json]) -> RewardFunction:
-    """`function` as one of (task, group), with its params. Raises RewardError where it is none of the three, or two of them."""
+def adapted(function: Callable[..., Any], name: str, params: Mapping[str, Json], *, built_in: bool = False) -> RewardFunction:
+    """`function` as one of (task, group), with its params. Raises RewardError where it is none of the three, or two of them.
+
+    For a group of nobody a built-in function looks at the task's answer. One of somebody's own is not called, and TRL's is a
+    RewardError where the task lacks its columns.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -62,7 +66,7 @@ def adapted(function: Callable[..., Any], name: str, params: Mapping[str, Json])
     match found[0]:
         case "ours":
             check((), (), **params)
-            return lambda task, group: function(task, group, **params)
+            return lambda task, group: function(task, group, **params) if group or built_in else []
         case "verl's":
             check(**taken(dict.fromkeys(_VERL)))
             return lambda task, group: _one_by_one(function, name, [taken(_verl(task, episode)) for episode in group])
@@ -72,7 +76,7 @@ def adapted(function: Callable[..., Any], name: str, params: Mapping[str, Json])
             def many(task: Task, group: Sequence[Episode]) -> Any:
                 rows = [_verl(task, episode) for episode in group]
                 given = taken({ours: [row[one] for row in rows] for ours, one in _MANY.items()})
-                return _scored(name, _result(function(**given)))
+                return _scored(name, _result(function(**given))) if group else []
 
             return many
         case _:
@@ -80,7 +84,7 @@ def adapted(function: Callable[..., Any], name: str, params: Mapping[str, Json])
             def columns(task: Task, group: Sequence[Episode]) -> Any:
                 given = taken(_columns(task, group))
                 check(**given)
-                return _result(function(**given))
+                return _result(function(**given)) if group else []
 
             return columns
 

@@ -34,7 +34,7 @@ class WeightedReward:
         total, components = 0.0, dict[str, float]()
         for (name, (_, weight)), result in zip(self._parts.items(), results, strict=True):
             if result.value is None:
-                return RewardResult.failed(f"part {name!r}: {result.reason}")
+                return RewardResult.failed(f"part {name!r}: {result.reason}", raised=result.raised)
             total += weight * result.value
             components |= {name: result.value} | {f"{name}/{part}": value for part, value in result.components.items()}
         tokens = tuple(

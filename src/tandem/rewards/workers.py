@@ -78,7 +78,7 @@ class FunctionReward:
             self._idle.append(worker)
         if kind == "broken":
             raise RewardError(content)
-        return content if kind == "results" else [RewardResult.failed(content)] * len(group)
+        return content if kind == "results" else [RewardResult.failed(content, raised=True)] * len(group)
 
     async def close(self) -> None:
         for worker in tuple(self._workers):

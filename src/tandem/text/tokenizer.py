@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from tandem.errors import DataError, ModelError
 
+_SLOW = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # what transformers can read
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -138,9 +139,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
             f"`tandem import OWNER/NAME DIRECTORY` makes one"
         )
     if not (path / "tokenizer.json").is_file():
+        slow = [name for name in _SLOW if (path / name).is_file()]
+        if slow:
+            raise ModelError(
+                f"{path} has no tokenizer.json but {', '.join(slow)}: load it once with transformers' AutoTokenizer and save it "
+                f"with save_pretrained, which writes the fast format"
+            )
         raise ModelError(
-            f"{path} has no tokenizer.json: load it once with transformers' AutoTokenizer and save it with "
-            "save_pretrained, which writes the fast format"
+            f"{path} holds no tokenizer: there is no tokenizer.json, nor {' or '.join(_SLOW)}. Copy tokenizer.json and "
+            f"tokenizer_config.json from where the model comes from; in a recipe, model.tokenizer may name another directory"
         )
     document = _read(path / "tokenizer.json")
     if "model" not in document:

@@ -2,7 +2,8 @@
 
     GRPO ━━━━━━━━━━╸━━━━━━━━━ 24/60  reward 0.71  held-out 0.82  3,412 tokens/s  0:31 left
 
-It shows the last value of each field that it is given and computes nothing but the time left.
+It shows the last value of each field that it is given, with the step that it is of where that is an earlier one, and computes
+nothing but the time left.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 import rich.console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -27,7 +29,13 @@ class Field:
 
 
 class Console(rich.console.Console):
-    """One that goes on where nobody reads any more (`tandem train ... | head`)."""
+    """One that goes on where nobody reads any more (`tandem train ... | head`), and wraps lines in terminals alone: what a log is
+    read with knows its own width.
+    """
+
+    def __init__(self, file: IO[str] | None = None, *, width: int | None = None) -> None:
+        super().__init__(file=file, width=width)
+        self.soft_wrap = not self.is_terminal
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -58,7 +66,7 @@ class ConsoleTracker:
         self._plain_every_s, self._clock = plain_every_s, clock
         self._began = clock()
         self._start = self._last = 0
-        self._shown: dict[str, float] = {}
+        self._shown: dict[str, tuple[float, int]] = {}  # values, and the steps that they are of
         self._said: float | None = None
         self._unsaid: str | None = None  # the newest line, where it is not printed
         self._live: tuple[Progress, TaskID] | None = None
@@ -74,8 +82,8 @@ class ConsoleTracker:
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._last = step
-        self._shown.update(metrics.values_by_name())
-        text = "  ".join([*self._values(), self._time_left(step)])
+        self._shown |= {name: (value, step) for name, value in metrics.values_by_name().items()}
+        text = "  ".join([*self._values(step), self._time_left(step)])
         if self._live:
             progress, task = self._live
             progress.update(task, completed=step, text=text)
@@ -90,8 +98,9 @@ class ConsoleTracker:
             self._console.print(self._unsaid, markup=False, highlight=False, soft_wrap=True)
         self._unsaid = None
 
-    def _values(self) -> list[str]:
-        return [field.pattern.format(self._shown[field.metric]) for field in self._fields if field.metric in self._shown]
+    def _values(self, step: int) -> list[str]:
+        found = [(field.pattern, *self._shown[field.metric]) for field in self._fields if field.metric in self._shown]
+        return [pattern.format(value) + (f" (step {of})" if of < step else "") for pattern, value, of in found]
 
     def _time_left(self, step: int) -> str:
         done = step - self._start

@@ -137,7 +137,7 @@ class DatasetSource:
         shuffled: bool = True,
     ) -> None:
         """Raises DataError where one of the first LOOKED_AT tasks cannot be trained on; others are looked at when they come."""
-        self._dataset, self._maker, self._queue = dataset, maker, queue
+        self.dataset, self._maker, self._queue = dataset, maker, queue
         self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}", shuffled=shuffled)
         self._intake = Intake(queue, space, tasks_per_step, schedule("sync"), policy)
         for index in range(min(LOOKED_AT, len(dataset))):
@@ -157,11 +157,11 @@ class DatasetSource:
             self._intake.open()
             while self._intake.is_open:
                 group, _ = await self._intake.admit(self._maker.places)
-                await self._queue.put(task_rows(self._dataset, self._order.position(group.ordinal), self._maker, group))
+                await self._queue.put(task_rows(self.dataset, self._order.position(group.ordinal), self._maker, group))
             yield self._intake.hand_out(await self._intake.take())
 
     async def advance(self, policy: PolicyRef) -> Metrics:
-        epochs = self._intake.num_admitted / len(self._dataset)
+        epochs = self._intake.num_admitted / len(self.dataset)
         return await self._intake.advance(policy) + Metrics.mean({"data/epochs": epochs})
 
     @asynccontextmanager

@@ -11,6 +11,9 @@ from tandem.faults import crash_point
 from tandem.ports import LLM, AgentLoop
 from tandem.types import Episode, Key, Task
 
+RAISED = "correct the reward; `tandem reward check` calls it without a run"
+"""What to do where it raises for every episode."""
+
 
 async def run_episode(agent: AgentLoop, task: Task, llm: LLM, key: Key) -> Episode:
     """The agent's episode; what the agent (its tools, its environment) raises becomes an episode that stopped with "error".

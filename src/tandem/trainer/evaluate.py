@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tandem import stacks
-from tandem.errors import DataError, RunError, StalledError
+from tandem.errors import DataError, RewardError, RunError, StalledError
 from tandem.ports import AgentLoop, Dataset, Reward
-from tandem.trainer.episodes import first_error, run_episode
+from tandem.trainer.episodes import RAISED, first_error, run_episode
 from tandem.trainer.rows import StopPolicy, to_judge, with_rewards
 from tandem.trainer.sampler import seed_of
 from tandem.trainer.source import MakeLLM
@@ -97,7 +97,9 @@ async def evaluate(
     *,
     seed: int,
 ) -> EvalResult:
-    """Raises DataError for an empty dataset, RunError where no sample could be judged, StalledError without progress."""
+    """Raises DataError for an empty dataset, StalledError without progress; where no sample could be judged, RewardError if the
+    reward raised for each, else RunError.
+    """
     began_s = time.perf_counter()
     n = min(config.tasks, len(dataset))
     if n == 0:
@@ -168,7 +170,11 @@ def _result(episodes: Sequence[Episode], n: int, config: EvaluationConfig, secon
     if not rewards:
         first = sampled[0]
         reason = first.reward.reason if first.reward is not None else first.stop
-        raise RunError(f"none of {n} evaluated tasks has a sample that could be judged; the first: {first.key}: {reason}")
+        about = f"{first.key} (task {first.task.id!r}): {reason}"
+        none = f"none of {n} evaluated tasks has a sample that could be judged; the first: {about}"
+        if all(episode.reward is not None and episode.reward.raised for episode in sampled):
+            raise RewardError(f"{none}; {RAISED}")
+        raise RunError(none)
 
     def passes(values: Sequence[float]) -> int:
         return sum(value >= config.solved for value in values)

@@ -33,7 +33,7 @@ class HeldOutLoss:
         unit: Unit,
     ) -> None:
         """Raises DataError where a task has not what the objective is about."""
-        self._dataset, self._maker, self._tasks = dataset, maker, tasks
+        self.dataset, self._maker, self._tasks = dataset, maker, tasks
         self._queue, self._plan, self._workers, self._unit = queue, plan, workers, unit
         self._rows(PolicyRef())
 
@@ -54,4 +54,4 @@ class HeldOutLoss:
 
     def _rows(self, policy: PolicyRef) -> DataProto:
         space = f"heldout {policy}"
-        return DataProto.concat([task_rows(self._dataset, i, self._maker, GroupKey(space, i)) for i in range(self._tasks)])
+        return DataProto.concat([task_rows(self.dataset, i, self._maker, GroupKey(space, i)) for i in range(self._tasks)])

@@ -25,13 +25,13 @@ import torch
 
 from tandem.algos.functions import keep_function
 from tandem.data_proto import DataProto
-from tandem.errors import RunError
+from tandem.errors import RewardError, RunError
 from tandem.faults import crash_point
 from tandem.ports import LLM, AgentLoop, Dataset, Lease, Reward, RolloutEngine, TransferQueue
 from tandem.track.trace import Span
 from tandem.trainer.ahead import run_ahead
 from tandem.trainer.credit import credit
-from tandem.trainer.episodes import first_error, run_episode, until_enough
+from tandem.trainer.episodes import RAISED, first_error, run_episode, until_enough
 from tandem.trainer.intake import Intake
 from tandem.trainer.plan import NOTHING, Plan
 from tandem.trainer.rows import (
@@ -407,11 +407,13 @@ class RolloutSource:
 class _Tally:
     """What became of the groups and episodes of the step that is being filled.
 
-    good: episodes with a reward, by ordinal of a group that is done, were it done while an earlier step was being filled.
+    good: episodes with a reward, by ordinal of a group that is done, were it done while an earlier step was being filled. raised:
+    those of `failed` for which the reward raised.
     """
 
     good: dict[int, int] = field(default_factory=dict[int, int])
     failed: int = 0
+    raised: int = 0
     refused: Counter[str] = field(default_factory=Counter[str])
     first: str = ""
 
@@ -421,6 +423,7 @@ class _Tally:
             self.refused[outcome.reason] += 1
         for each in (cohort,) if greedy is None else (cohort, greedy):
             self.failed += len(each.episodes) - len(each.good)
+            self.raised += sum(episode.reward is not None and episode.reward.raised for episode in each.judged)
             for episode in (*each.judged, *each.episodes):
                 self.first = self.first or _complaint(episode)
 
@@ -429,14 +432,18 @@ class _Tally:
         return _Tally({done: good for done, good in self.good.items() if done > ordinal})
 
     def check(self, config: RolloutConfig, policy: PolicyRef, running: Collection[GroupKey]) -> None:
-        """Raises RunError where refilling has no end in sight: whether it does depends on no group's timing."""
+        """Raises RunError where refilling has no end in sight, RewardError where that is the reward's fault; whether it does
+        depends on no group's timing.
+        """
         first = f"; the first: {self.first}" if self.first else ""
         begun = sorted({*self.good, *(group.ordinal for group in running)})[: config.groups_per_step]
         if len(begun) == config.groups_per_step and all(self.good.get(ordinal) == 0 for ordinal in begun):
+            episodes = f"{len(begun) * config.group_size} episodes that began the step after {policy}"
+            if self.raised == self.failed:
+                raise RewardError(f"the reward raised for all {episodes}{first}; {RAISED}")
             raise RunError(
-                f"all {len(begun) * config.group_size} episodes that began the step after {policy} failed{first}; "
-                f"look at the reward and the environment. What a lost worker or a clock decided stands in the run's journal.jsonl: "
-                f"delete that file before you resume, to have it judged again"
+                f"all {episodes} failed{first}; look at the reward and the environment. What a lost worker or a clock decided "
+                f"stands in the run's journal.jsonl: delete that file before you resume, to have it judged again"
             )
         if self.refused.total() > config.max_refills_per_step:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.refused.most_common())
@@ -450,22 +457,19 @@ class _Tally:
     def state(self) -> dict[str, Json]:
         good: list[Json] = [[ordinal, count] for ordinal, count in self.good.items()]
         refused: dict[str, Json] = dict(self.refused)
-        return {"good": good, "failed": self.failed, "refused": refused, "first": self.first}
+        return {"good": good, "failed": self.failed, "raised": self.raised, "refused": refused, "first": self.first}
 
     @classmethod
     def restored(cls, state: Mapping[str, Json]) -> _Tally:
         good = dict(cast("list[tuple[int, int]]", state["good"]))
         refused = Counter(cast("dict[str, int]", state["refused"]))
-        return cls(good, cast("int", state["failed"]), refused, cast("str", state["first"]))
+        return cls(good, cast("int", state["failed"]), cast("int", state["raised"]), refused, cast("str", state["first"]))
 
 
 def _complaint(episode: Episode) -> str:
     """What went wrong in an episode, or ""."""
-    if episode.error:
-        return f"{episode.key}: {episode.error}"
-    if episode.reward is not None:
-        return f"{episode.key}: {episode.reward.reason}" if not episode.reward.ok else ""
-    return ""
+    problem = episode.error or (episode.reward.reason if episode.reward is not None and not episode.reward.ok else "")
+    return f"{episode.key} (task {episode.task.id!r}): {problem}" if problem else ""
 
 
 def _why(dropped: str | None) -> dict[str, Json]:
