@@ -317,6 +317,8 @@ MISTAKES: dict[str, Mistake] = {
     "a family that is not known": model(edit("config.json", model_type="mamba"), "'mamba'", "llama", "transformers"),
     "a tokenizer without eos": model(edit("tokenizer_config.json", eos_token=None), "eos_token"),
     "no such template": train("model.template=no/such.jinja", "model.template", "no/such.jinja"),
+    "a shape that no family can be written as": train("model.new.hidden_size=33", "model.new: ", "hidden_size", "num_heads"),
+    "a stop id that the model has not": train("'sampling.stop_ids=[99999]'", "sampling.stop_ids", "99999", "20 tokens"),
     "heads that do not divide": train("model.new.num_heads=3 model.new.num_kv_heads=2", "num_heads", "3"),
     "a width that no machine has": train("model.new.hidden_size=1000000", "this machine has", "GiB", "weights"),
     "layers that no machine has": train("model.new.num_layers=100000000", "this machine has", "GiB", "weights"),
@@ -612,6 +614,14 @@ MISTAKES: dict[str, Mistake] = {
     "no run to measure": Mistake("eval no/such", ("no/such", "No such file")),
     "a run to measure that has not ended": Mistake("eval begun", UNENDED, made=begun),
     "a run to talk with that has not ended": Mistake("chat begun", UNENDED, made=begun),
+    "an exported model below a file": Mistake(
+        "export begun good.jsonl/out", ("good.jsonl/out cannot be made", "Not a directory", "name another"), made=begun
+    ),
+    "an imported model below a file": Mistake(
+        "import model good.jsonl/out",
+        ("good.jsonl/out cannot be made", "Not a directory", "name another"),
+        made=lambda here, finished: shutil.copytree(finished / "final", here / "model") and None,
+    ),
     "no run to export": Mistake("export no/such out", ("no/such", "config.yaml")),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from tandem.durable import attempt
 from tandem.errors import ConfigError, DeviceError, ModelError
 from tandem.faults import crash_point
 from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
-from tandem.models.hf import load_decoder, load_value_model, read_config, save_decoder
+from tandem.models.hf import family_of, load_decoder, load_value_model, read_config, save_decoder
 from tandem.models.language_model import LanguageModel
 from tandem.models.probe import ProbeResult, probe
 from tandem.models.values import ValueModel
@@ -74,11 +75,18 @@ class Model:
 
 @contextmanager
 def whole_directory(directory: Path) -> Generator[Path]:
-    """A directory to write into, which takes the place of `directory` when all of it is written. Raises SnapshotError."""
+    """A directory to write into, which takes the place of `directory` when all of it is written. Raises SnapshotError, and
+    ConfigError where no directory can be.
+    """
     partial = directory.with_name(f"{directory.name}.partial")
     with attempt(f"write {directory}", directory.parent):
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        try:
+            partial.mkdir(parents=True)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ConfigError(f"the directory {directory} cannot be made ({error.strerror}): name another one") from None
         yield partial
         crash_point(f"{directory.name}.before_rename")
         shutil.rmtree(directory, ignore_errors=True)
@@ -108,6 +116,11 @@ def build_model(recipe: Recipe, kind: type[Decoder] = Decoder) -> Model:
         check_memory(_outlasts(shape := _shape(recipe.model, tokenizer)))
         decoder = init_decoder(shape, seed_of(recipe.seed, "weights"), dtype)
     check_fit(decoder.config.vocab_size, decoder.max_positions, tokenizer, recipe, "the model")
+    if unknown := [stop for stop in recipe.sampling.stop_ids if not 0 <= stop < decoder.config.vocab_size]:
+        raise ConfigError(
+            f"sampling.stop_ids holds {unknown[0]}, and the model has {decoder.config.vocab_size} tokens: give such ids, or "
+            f"texts as sampling.stop"
+        )
     lora, seed, origin = recipe.lora, seed_of(recipe.seed, "adapter"), _absolute(recipe.model.path)
 
     def adapt(model: LanguageModel) -> None:
@@ -194,7 +207,7 @@ def _shape(model: ModelSection, tokenizer: Tokenizer) -> DecoderConfig:
     new = model.new
     assert new is not None
     try:
-        return DecoderConfig(
+        shape = DecoderConfig(
             vocab_size=tokenizer.vocab_size,
             hidden_size=new.hidden_size,
             intermediate_size=new.intermediate_size,
@@ -208,5 +221,7 @@ def _shape(model: ModelSection, tokenizer: Tokenizer) -> DecoderConfig:
             attention_bias=new.attention_bias,
             qk_norm=new.qk_norm,
         )
+        family_of(shape)  # which it must have, to be written at the end
     except ValueError as problem:
         raise ConfigError(f"model.new: {problem}") from problem
+    return shape

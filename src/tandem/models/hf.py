@@ -275,7 +275,7 @@ def _stretched(rope: Mapping[str, Any], positions: int) -> StretchedRope:
     return StretchedRope(factor, low, high, rope.get("original_max_position_embeddings", positions))
 
 
-def _family(c: DecoderConfig) -> str:
+def family_of(c: DecoderConfig) -> str:
     """The model_type that has this shape. Raises ModelError where none has."""
     offset = c.norm_offset != 0 or c.activation != "silu" or c.embedding_scale != 1
     kind = "gemma" if offset else "smollm3" if c.unrotated else "qwen3" if c.qk_norm else ""
@@ -296,7 +296,7 @@ def _family(c: DecoderConfig) -> str:
 
 
 def _written_config(c: DecoderConfig, eos_id: int | None) -> dict[str, Any]:
-    kind, rope = _family(c), dict[str, Any]({"rope_type": "default", "rope_theta": c.rope_theta})
+    kind, rope = family_of(c), dict[str, Any]({"rope_type": "default", "rope_theta": c.rope_theta})
     if (stretched := c.stretched) is not None:
         rope |= {"rope_type": "llama3", "factor": stretched.factor, "low_freq_factor": stretched.low_factor}
         rope |= {"high_freq_factor": stretched.high_factor, "original_max_position_embeddings": stretched.original_positions}
