@@ -124,7 +124,7 @@ def test_the_table_is_read_in_80_columns(tmp_path: Path, monkeypatch: pytest.Mon
     ("values", "drawn"), [((), ""), ((3.0,), "▁"), ((1.0, 2.0), "▁█"), (tuple(map(float, range(8))), "▁▂▃▄▅▆▇█")]
 )
 def test_a_sparkline_goes_from_the_lowest_to_the_highest(values: tuple[float, ...], drawn: str) -> None:
-    assert sparkline(Series(tuple(range(len(values))), values)) == drawn
+    assert sparkline(Series(tuple(range(len(values))), values), width=24) == drawn
 
 
 def test_many_steps_share_a_bar() -> None:
@@ -140,6 +140,21 @@ def test_show_prints_what_there_is(tmp_path: Path) -> None:
     assert text.count("(reward") == 2
     with pytest.raises(ConfigError, match=r"logged train/nothing; known: eval/pass@1, reward/mean"):
         show(read_run(tmp_path / "a"), Console(), samples=0, metrics=["train/nothing"])
+
+
+def test_no_name_and_no_number_that_show_prints_is_cut_in_80_columns(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "a")
+    named = {"train/entropy": -2.345e-07, "time/tokens_per_s": 12345.6, "critic/explained_variance": 1.0}
+    metrics = AppendLog(run / "metrics.jsonl")
+    for step in range(3, 60):
+        metrics.append({"step": step, "time": 1.0, **named})
+    metrics.close()
+    text = said(lambda console: show(read_run(run), console, samples=0, metrics=tuple(named)), width=80)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert "".join(row[0] for row in rows) == "".join(named)
+    assert [row[1] for row in rows if row[1]] == ["1", "1.235e+04", "1"]
+    assert [row[2] for row in rows if row[2]] == ["-2.345e-07", "1.235e+04", "1"]
+    assert {len(row[5]) for row in rows if row[5]} == {8}
 
 
 def test_the_samples_shown_are_the_last_step_s_best_and_worst(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tandem.types import Json
 
 State = Literal["running", "finished", "stopped"]
 _BARS = "▁▂▃▄▅▆▇█"
-_WIDTH, _NARROW = 24, 8  # characters of a sparkline: by itself, and in a table that fits into 80
+_WIDTH, _NARROW = 24, 8  # characters of a sparkline: in 100 columns and more, and in a table that fits into 80
 _SHOWN = (
     "train/entropy",
     "train/grad_norm",
@@ -146,7 +146,7 @@ def table_of(places: Sequence[Path]) -> Table:
     return table
 
 
-def sparkline(series: Series, width: int = _WIDTH) -> str:
+def sparkline(series: Series, width: int) -> str:
     """The values as bars from the lowest to the highest, each the mean of its share of the steps."""
     values = series.values
     if not values:
@@ -172,14 +172,16 @@ def show(run: RunRecord, console: Console, *, samples: int, metrics: Sequence[st
     if run.curve is not None:
         console.print(draw_text(run.curve, width=min(console.width, 100)))
     table = Table()
-    for heading in ("metric", "first", "last", "lowest", "highest"):
-        table.add_column(heading, justify="left" if heading == "metric" else "right")
+    table.add_column("metric", overflow="fold")
+    for heading in ("first", "last", "lowest", "highest"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("steps", no_wrap=True)
+    wide = _WIDTH if console.width >= 100 else _NARROW
     for name in metrics or [name for name in _SHOWN if name in known]:
         series = series_of(run.lines, name)
         if values := series.values:
             ends = (values[0], values[-1], min(values), max(values))
-            table.add_row(name, *(f"{value:.4g}" for value in ends), sparkline(series))
+            table.add_row(name, *(f"{value:.4g}" for value in ends), sparkline(series, wide))
     if table.row_count:
         console.print(table)
     for sample in last_samples(run.directory, samples):
