@@ -9,6 +9,9 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
+# Tests run in a process a core, each test file in one of them.
+CORES := -n auto --dist loadgroup
+
 # Waiting threads sleep instead of spinning: on a busy machine that is the difference between minutes and hours.
 export OMP_WAIT_POLICY ?= passive
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
@@ -24,10 +27,10 @@ demo: models/smollm2/config.json ## install, fetch SmolLM2-135M-Instruct, then t
 install: .venv/installed ## install Tandem into .venv
 
 test: .venv/installed-test ## run every test that is not marked slow
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(CORES)
 
 test-slow: .venv/installed-test ## run the tests that are marked slow
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(CORES) -m slow
 
 mutants: .venv/installed-test ## check the tests of the algorithms: make mutants [ONLY=tandem.algos.kl] [WORKERS=2]
 	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) nice $(BIN)/python -m tests.mutants $(ONLY)
