@@ -9,6 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tandem.track.samples import SampleRecord
+from tandem.types import Episode, Key, Message, Stop, Task
 from tests.cli.test_bad_input import train
 from tests.e2e.runs import tandem, write_recipe
 
@@ -70,6 +72,33 @@ def test_given_answers_are_judged_as_parts(tmp_path: Path, capsys: pytest.Captur
     assert "right 1, digit 1" in said
     assert "right 0, digit 1" in said
     assert "3 judged, mean 0.667, from 0 to 1.5; 0 failed" in said
+
+
+def test_samples_of_a_run_are_judged_as_the_run_judged_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of several turns the last counts, and what was cut off is."""
+    task = Task("train-2", (Message("user", "4*1="),), "4")
+    called = (Message("assistant", "<4*1>"), Message("tool", "4;"), Message("assistant", "4"))
+    ends: tuple[tuple[tuple[Message, ...], Stop], ...] = (
+        (called, "stop"),
+        (called[2:], "stop"),
+        (called[2:], "length"),
+        (called[:2], "tool_limit"),
+    )
+    episodes = [Episode(Key("train", 0, i), task, (), (*task.messages, *turns), stop) for i, (turns, stop) in enumerate(ends)]
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text("".join(json.dumps(SampleRecord.of(episode).line()) + "\n" for episode in episodes))
+    overrides = (*verl_files(tmp_path)[:3], "reward.function=exact_match")
+    assert check(tmp_path, "--answers", str(samples), *overrides) == 0
+    said = capsys.readouterr().out
+    assert [line.split("│")[2:4] for line in said.splitlines() if "train-2" in line] == [
+        [" 4      ", " 1      "],
+        [" 4      ", " 1      "],
+        [" 4      ", " 0      "],
+        [" <4*1>  ", " 0      "],
+    ]
+    samples.write_text('{"task": "train-2", "text": "4", "stop": "eos"}\n')
+    assert check(tmp_path, "--answers", str(samples), *overrides) == 2
+    assert "samples.jsonl:1 says that it ended by stop='eos'; known: stop, length" in capsys.readouterr().err
 
 
 def test_rewards_that_say_nothing_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
+from typing import cast, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -20,14 +21,16 @@ from tandem.errors import ConfigError, DataError, RewardError
 from tandem.recipe import Recipe
 from tandem.rewards.config import RewardConfig
 from tandem.trainer.sampler import seed_of
-from tandem.types import Episode, Key, Message, RewardResult, Task
+from tandem.types import Episode, Key, Message, RewardResult, Stop, Task
 
+Answer = tuple[str, Stop]
 Judged = tuple[Task, tuple[Episode, ...], Sequence[RewardResult], float]
 """A task, answers to it, what they are worth, and the seconds that it took."""
 
 
 def check(recipe: Recipe, answers: Path | None, count: int, console: Console) -> None:
-    """answers: JSON lines with `task`, an id, and `text`; without them each task has its reference answer and an empty one.
+    """answers: JSON lines with `task`, an id, and `text`, of which `completion` is the last turn where it has several, and perhaps
+    `stop`; without them each task has its reference answer and an empty one.
 
     count: tasks at most. Raises RewardError where none of them can be judged.
     """
@@ -39,39 +42,42 @@ def check(recipe: Recipe, answers: Path | None, count: int, console: Console) ->
         asked = {task.id: (task, _samples(task)) for task, _ in zip(tasks, range(count), strict=False)}
     else:
         asked = _answered({task.id: task for task in tasks}, answers, count, dataset.name)
-    groups = [(task, _episodes(task, texts, i)) for i, (task, texts) in enumerate(asked.values())]
+    groups = [(task, _episodes(task, given, i)) for i, (task, given) in enumerate(asked.values())]
     _show(asyncio.run(_judge(recipe.reward, groups)), console)
 
 
-def _samples(task: Task) -> list[str]:
+def _samples(task: Task) -> list[Answer]:
     imitated = [message.content for message in task.messages[len(task.asked().messages) :] if message.role == "assistant"]
+    empty: Answer = ("", "stop")
     if imitated:
-        return [imitated[-1], ""]
+        return [(imitated[-1], "stop"), empty]
     if task.answer is None:
-        return [""]
-    return [task.answer if isinstance(task.answer, str) else json.dumps(task.answer), ""]
+        return [empty]
+    return [(task.answer if isinstance(task.answer, str) else json.dumps(task.answer), "stop"), empty]
 
 
-def _answered(tasks: Mapping[str, Task], answers: Path, count: int, name: str) -> dict[str, tuple[Task, list[str]]]:
-    found: dict[str, tuple[Task, list[str]]] = {}
+def _answered(tasks: Mapping[str, Task], answers: Path, count: int, name: str) -> dict[str, tuple[Task, list[Answer]]]:
+    found: dict[str, tuple[Task, list[Answer]]] = {}
     for where, row in file_rows(answers):
-        identity, text = row.get("task"), row.get("text")
+        identity, text, stop = row.get("task"), row.get("completion", row.get("text")), row.get("stop", "stop")
         if not isinstance(identity, str) or not isinstance(text, str):
             raise DataError(f"{where} needs task (an id) and text (an answer), both texts; it has {', '.join(row)}")
+        if stop not in get_args(Stop):
+            raise DataError(f"{where} says that it ended by stop={stop!r}; known: {', '.join(get_args(Stop))}")
         if identity not in tasks:
             raise DataError(f"{where} answers the task {identity!r}, which {name} has not; ids are like {next(iter(tasks))!r}")
         if identity in found or len(found) < count:
-            found.setdefault(identity, (tasks[identity], []))[1].append(text)
+            found.setdefault(identity, (tasks[identity], []))[1].append((text, cast("Stop", stop)))
     if not found:
         raise DataError(f"{answers} holds no answers")
     return found
 
 
-def _episodes(task: Task, texts: Sequence[str], ordinal: int) -> tuple[Episode, ...]:
+def _episodes(task: Task, answers: Sequence[Answer], ordinal: int) -> tuple[Episode, ...]:
     asked = task.asked()
     return tuple(
-        Episode(Key("check", ordinal, member), asked, (), (*asked.messages, Message("assistant", text)), "stop")
-        for member, text in enumerate(texts)
+        Episode(Key("check", ordinal, member), asked, (), (*asked.messages, Message("assistant", text)), stop)
+        for member, (text, stop) in enumerate(answers)
     )
 
 

@@ -19,7 +19,7 @@ from tandem.types import Episode, Json, Key, Message, PolicyRef, Role, Stop
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
     """One episode for readers. prompt: what was asked; text: what followed. In text of several turns, those that the
-    policy did not write are marked with their role.
+    policy did not write are marked with their role; completion is the policy's last turn then, and else None.
 
     policy: the oldest that sampled any of its tokens. reward None: not judged, or not possible to judge for `reason`.
     tokens: how many the policy sampled. dropped: why it was not trained on; "" where it was.
@@ -32,6 +32,7 @@ class SampleRecord:
     reward: float | None
     stop: Stop
     policy: PolicyRef | None
+    completion: str | None = None
     answer: Json = None
     tokens: int | None = None
     components: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -44,14 +45,16 @@ class SampleRecord:
     def of(cls, episode: Episode) -> SampleRecord:
         task, reward = episode.task, episode.reward
         policies = [sample.oldest_policy for sample in episode.samples]
+        text = _text(episode.messages[len(task.messages) :], "assistant")
         return cls(
             key=episode.key,
             task=task.id,
             prompt=_text(task.messages, "user"),
-            text=_text(episode.messages[len(task.messages) :], "assistant"),
+            text=text,
             reward=reward.value if reward else None,
             stop=episode.stop,
             policy=min((policy for policy in policies if policy is not None), default=None),
+            completion=None if episode.completion == text else episode.completion,
             answer=task.answer,
             tokens=sum(int(sample.mask.sum()) for sample in episode.samples),
             components=reward.components if reward else {},
@@ -82,6 +85,7 @@ class SampleRecord:
             "policy": str(self.policy) if self.policy else None,
         }
         extras: dict[str, Json] = {
+            "completion": self.completion,
             "answer": self.answer,
             "tokens": self.tokens,
             "components": dict(self.components) or None,
