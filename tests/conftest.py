@@ -19,6 +19,7 @@ settings.register_profile("tandem", deadline=None, derandomize=True, report_mult
 settings.load_profile("tandem")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     with_ray = {item.path for item in items if item.get_closest_marker("ray")}
     for item in items:
