@@ -9,8 +9,8 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-# Tests run in a process a core, each test file in one of them.
-CORES := -n auto --dist loadgroup
+# Tests run in a process a core, each test file in one of them, since its tests share what its fixtures made.
+CORES := -n auto --dist loadfile
 
 # Waiting threads sleep instead of spinning: on a busy machine that is the difference between minutes and hours.
 export OMP_WAIT_POLICY ?= passive
