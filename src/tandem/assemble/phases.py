@@ -140,6 +140,8 @@ def _check_sampling(recipe: Recipe) -> None:
             f"algorithm {chosen.name} needs a reward: name one, e.g. reward.function=exact_match, reward.url=http://... or "
             f"reward_model.path=..."
         )
+    if recipe.reward is not None and from_dataset(recipe) and learns_values(chosen):
+        raise ConfigError(f"reward judges what a policy writes, and {chosen.name} trains a model of values: leave reward out")
     if recipe.model.library != "tandem" and (recipe.reward is not None or not from_dataset(recipe)):
         raise ConfigError(
             f"model.library={recipe.model.library}: the native engine generates with tandem's own decoder, so that such a model is "
@@ -392,8 +394,6 @@ def _dataset_phase(
     if learns_values(chosen):
         if recipe.lora is not None:
             raise ConfigError(f"lora adapts a policy, and {chosen.name} trains a model of values, with its head: leave lora out")
-        if recipe.reward is not None:
-            raise ConfigError(f"reward judges what a policy writes, and {chosen.name} trains a model of values: leave reward out")
         if not isinstance(model.decoder, Decoder):
             raise ConfigError(f"{chosen.name} trains a model of values, which model.library={recipe.model.library} has not")
         model = replace(model, decoder=value_model_on(model.decoder))
