@@ -46,3 +46,11 @@ def test_measurements_stay(tmp_path: Path, resolved: Resolved[Recipe]) -> None:
 def test_a_run_that_failed_by_itself_stays_to_be_resumed(tmp_path: Path, resolved: Resolved[Recipe]) -> None:
     end(tmp_path / "run", resolved, RunError("a disk is full"), **{"metrics.jsonl": ""})
     assert (tmp_path / "run/config.yaml").is_file()
+
+
+def test_a_resumed_run_keeps_what_it_found(tmp_path: Path, resolved: Resolved[Recipe]) -> None:
+    """Rows of a queue may be there before the first snapshot is."""
+    end(tmp_path / "run", resolved, RunError("it was killed"), **{"queue/rows": "sampled"})
+    with suppress(RewardError), open_directory(tmp_path / "run", resolved, True, Console(quiet=True)):
+        raise RewardError("it raises")
+    assert (tmp_path / "run/queue/rows").read_text() == "sampled"

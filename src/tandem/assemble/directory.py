@@ -48,8 +48,9 @@ _CONTINUES = (
 def open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, console: Console) -> Generator[None]:
     """Leaves an earlier run aside, or checks that it can be gone on with, and keeps others out until the run ends.
 
-    A run that a mistake of the user's ends before anything was measured or trained leaves no directory. Raises ConfigError for a
-    directory of something else, one that is in use, and a resumed run that would be another one.
+    A run that a mistake of the user's ends before anything was measured or trained leaves no directory; one that was resumed
+    leaves what it found, such as a queue's rows. Raises ConfigError for a directory of something else, one that is in use, and a
+    resumed run that would be another one.
     """
     config = directory / "config.yaml"
     if resume:
@@ -90,7 +91,7 @@ def open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, co
         try:
             yield
         except UserError:
-            if not _holds_work(directory):
+            if not (resume or _holds_work(directory)):
                 shutil.rmtree(directory)
             raise
 
