@@ -201,3 +201,17 @@ def test_logits_are_looked_up_at_the_teachers_tokens() -> None:
         assert found.loss.item() == pytest.approx(want.loss.item())
         assert found.student_mass.item() == pytest.approx(student.exp().sum().item())
         assert not found.student_mass.requires_grad
+
+
+def test_a_tokens_sum_is_bounded_on_either_side_and_what_is_measured_is_not() -> None:
+    student = torch.tensor([[0.25], [0.75], [0.5]]).double().log().requires_grad_()
+    teacher, mask = torch.tensor([[0.5], [0.5], [0.5]]).double().log(), torch.ones(3, dtype=torch.bool)
+    given = inputs(student, teacher, mask)
+    free = topk_distillation(given, floor=False)
+    term = topk_distillation(given, floor=False, loss_clamp=0.25, distillation_coef=2.0)
+    assert free.loss.tolist() == pytest.approx([0.5 * math.log(2), 0.5 * math.log(2 / 3), 0])
+    assert term.loss.tolist() == pytest.approx([2 * 0.25, math.log(2 / 3), 0])
+    assert topk_distillation(given, floor=False, loss_clamp=0.125).loss.tolist() == [0.125, -0.125, 0]
+    assert term.metrics.values_by_name() == free.metrics.values_by_name()
+    (found,) = torch.autograd.grad(term.loss.sum(), student)
+    assert found.flatten().tolist() == pytest.approx([0, -1.0, -1.0])

@@ -48,6 +48,17 @@ def test_an_estimate_of_the_kl_is_added(term: Any, name: str, metric: str) -> No
         term(given, **{f"{prefix}_coef": 1.0, f"{prefix}_estimator": "k1", f"{prefix}_gradient": "direct"})
 
 
+def test_a_clamped_distillation_keeps_what_is_measured() -> None:
+    """k2 of x - teacher: 0.5, 0.125, 0; the first is above the bound, and is left without gradient."""
+    given = inputs()
+    loss = distillation_term(given, distillation_coef=2.0, distillation_estimator="k2", loss_clamp=0.25)
+    assert loss.loss.tolist() == [0.5, 0, 0.25, 0]
+    assert gradient(given, loss) == [0, 0, -1.0, 0]
+    assert loss.metrics.values_by_name() == {"kl_distillation": pytest.approx(0.625 / 3)}
+    below = distillation_term(inputs(), distillation_estimator="k1", distillation_gradient="straight_through", loss_clamp=0.25)
+    assert below.loss.tolist() == [0.25, 0, -0.25, 0]
+
+
 def test_a_coefficient_of_zero_reads_nothing() -> None:
     nothing = kl_term(LossInputs(X, MASK, LENGTHS, {}), kl_coef=0.0)
     assert (dict(nothing.terms), nothing.metrics.values_by_name()) == ({}, {})

@@ -114,6 +114,7 @@ REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("ppo", "reward_kl_coef", (-0.1, NAN, INF)),
     ("mopd", "distillation_coef", (-0.1, NAN, INF)),
     ("opd", "advantage_clamp", (-1.0, 0.0, NAN, INF)),
+    *((name, "loss_clamp", (-1.0, 0.0, NAN, INF)) for name in ("kd", "opd_topk", "opd_loss", "grpo_opd")),
     ("maxrl", "mean_eps", (-1e-6, NAN, INF)),
     ("passk", "std_eps", (-1e-6, NAN, INF)),
     ("gdpo", "std_eps", (-1e-6, NAN)),

@@ -22,7 +22,7 @@ from tandem.algos.composition import inputs_of, loss_sum, parts_of, types_of
 from tandem.algos.distillation import generalized_jsd, topk_kl
 from tandem.algos.extra_terms import kl_estimate, positive_nll, reverse_kl_policy_gradient, squared_log_ratio
 from tandem.algos.kl import KLEstimator, KLGradient, adapted_kl_coef, kl_divergence
-from tandem.algos.ratios import log_ratio
+from tandem.algos.ratios import bounded, log_ratio
 from tandem.algos.segments import row_counts, row_sum
 from tandem.algos.supervised import negative_log_likelihood
 from tandem.algos.terms import LossFunction, LossInputs, TokenLoss
@@ -530,8 +530,10 @@ def reference_kl(inputs: LossInputs, *, kl_coef: float, kl_estimator: KLEstimato
     return kl_estimate(inputs, "kl", "ref_logprobs", kl_coef, kl_estimator, kl_gradient)
 
 
-def teacher_kl(inputs: LossInputs, *, kl_estimator: KLEstimator, kl_gradient: KLGradient) -> TokenLoss:
-    return kl_estimate(inputs, "distillation", "teacher_logprobs", 1.0, kl_estimator, kl_gradient)
+def teacher_kl(
+    inputs: LossInputs, *, kl_estimator: KLEstimator, kl_gradient: KLGradient, loss_clamp: float | None = None
+) -> TokenLoss:
+    return kl_estimate(inputs, "distillation", "teacher_logprobs", 1.0, kl_estimator, kl_gradient, clamp=loss_clamp)
 
 
 def _kl_arguments(params: Params, coef: float) -> Params:
@@ -663,7 +665,8 @@ def _topk(table: Table, params: Params) -> Outputs:
     ids = table.raw("teacher_topk_ids").flatten(0, 1).long()
     how = {"direction": params["kl_type"], "floor": params["kl_type"] == "forward"}
     how |= given(topk_kl, params, mixed_weight="mixed_kl_weight", logprob_floor="log_prob_min_clamp")
-    outputs = _on_logits(table, params, lambda logits: topk_kl(logits, teacher, ids, **how).loss)
+    clamp = params.get("loss_max_clamp")
+    outputs = _on_logits(table, params, lambda logits: bounded(topk_kl(logits, teacher, ids, **how).loss, clamp))
     mass = topk_kl(table.raw("student_logits").flatten(0, 1), teacher, ids, **how).student_mass
     return outputs | {"student_mass": table.padded(keep(mass, table.mask))}
 
@@ -685,7 +688,8 @@ def _opd(table: Table, params: Params) -> Outputs:
         clamp = given(returns.teacher_advantage, params, advantage_clamp="loss_max_clamp")
         credit = returns.teacher_advantage(table["new_logprobs"], table["teacher_logprobs"], table.mask, **clamp)
         return _loss(table, params, policy_losses.ppo_clip, _chosen(policy_losses.ppo_clip, params), advantages=credit)
-    return _loss(table, params, teacher_kl, kl_names(estimator or "k3", params, "kl_"))
+    how = kl_names(estimator or "k3", params, "kl_") | given(teacher_kl, params, loss_clamp="loss_max_clamp")
+    return _loss(table, params, teacher_kl, how)
 
 
 def _ipo(table: Table, params: Params) -> Outputs:

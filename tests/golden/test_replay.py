@@ -275,6 +275,18 @@ def test_an_unknown_name_is_refused_with_those_there_are(
         run(name, params, **inputs)
 
 
+@pytest.mark.parametrize(("clamp", "want"), [(None, [0.125, 0.5]), (0.25, [0.125, 0.25])])
+def test_a_distillation_is_clamped_a_token(clamp: float | None, want: list[float]) -> None:
+    columns = {"new_logprobs": [[-1.0, -2.0]], "teacher_logprobs": [[-1.5, -1.0]], "mask": [[1, 1]]}
+    found = run("distillation/opd", {"estimator": "k2", "agg": "token-mean", "loss_max_clamp": clamp}, **columns)
+    near(found["per_token_loss"], [want])
+    student = [[0.25, 0.75]]
+    logits = {"student_logits": [[[math.log(p) for p in row] for row in student]], "mask": [[1]]}
+    teacher = {"teacher_topk_ids": [[[0, 1]]], "teacher_topk_logprobs": [[[math.log(0.75), math.log(0.25)]]]}
+    params = {"kl_type": "forward", "agg": "token-mean", "loss_max_clamp": clamp}
+    near(run("distillation/distillation", params, **logits, **teacher)["loss"], min(0.5 * math.log(3), clamp or 1.0))
+
+
 NEVER_READ = {"group_size", "baseline", "want_returns"}
 WITHOUT_EFFECT = {
     "advantage/dr_grpo ddof": "nothing is divided by it",
@@ -308,9 +320,9 @@ def outcome(case: dict[str, Any]) -> str:
         ("correction/tis", {"correction": {"kind": "token_tis", "high": 2.0, "mode": "seq"}}, TWO, "mode"),
         (
             "distillation/opd",
-            {"estimator": "k3", "loss_max_clamp": 1.0},
+            {"estimator": "k3", "loss_min_clamp": 1.0},
             {**TWO, "teacher_logprobs": [[-1.0, -1.0]]},
-            "loss_max_clamp",
+            "loss_min_clamp",
         ),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.algos.checks import checked, keep
-from tandem.algos.ratios import check, check_choice
+from tandem.algos.ratios import bounded, check, check_choice
 from tandem.algos.terms import LossInputs, TokenLoss, masked_mean
 from tandem.types import Metrics
 
@@ -122,6 +122,7 @@ def topk_distillation(
     mixed_weight: float = 0.5,
     floor: bool = True,
     logprob_floor: float | None = None,
+    loss_clamp: float | None = None,
     distillation_coef: float = 1.0,
 ) -> TokenLoss:
     """distillation_coef KL over the teacher's top k, S student, T teacher, term "distillation" (verl, NeMo-RL).
@@ -131,7 +132,7 @@ def topk_distillation(
     teacher_topk_ids and teacher_topk_logprobs.
 
     topk: how many tokens the teacher gives. floor: a token's sum is not below 0. logprob_floor: less likely tokens count as
-    this likely; None is off.
+    this likely; None is off. loss_clamp: bounds a token's sum on either side (verl's loss_max_clamp); None is off.
     """
     found = topk_kl_at(
         inputs.topk_logprobs,
@@ -141,7 +142,7 @@ def topk_distillation(
         floor=floor,
         logprob_floor=logprob_floor,
     )
-    return _term(inputs, found.loss, found.student_mass, distillation_coef)
+    return _term(inputs, found.loss, found.student_mass, distillation_coef, loss_clamp)
 
 
 def jsd_distillation(inputs: LossInputs, *, topk: int = 64, jsd_beta: float = 0.5, distillation_coef: float = 1.0) -> TokenLoss:
@@ -163,10 +164,10 @@ def _teacher(inputs: LossInputs, topk: int) -> Tensor:
     return inputs.token("teacher_topk_logprobs")
 
 
-def _term(inputs: LossInputs, loss_N: Tensor, mass_N: Tensor, coef: float) -> TokenLoss:
+def _term(inputs: LossInputs, loss_N: Tensor, mass_N: Tensor, coef: float, clamp: float | None = None) -> TokenLoss:
     check(coef >= 0, f"distillation_coef must not be negative, got {coef}")
     metrics = {"kl_distillation": masked_mean(loss_N, inputs.mask), "student_mass": masked_mean(mass_N, inputs.mask)}
-    return TokenLoss({"distillation": coef * keep(loss_N, inputs.mask)}, Metrics(metrics))
+    return TokenLoss({"distillation": coef * keep(bounded(loss_N, clamp), inputs.mask)}, Metrics(metrics))
 
 
 def _kl(logprobs_NV: Tensor, other_NV: Tensor) -> Tensor:

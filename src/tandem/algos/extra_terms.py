@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.algos.checks import keep
 from tandem.algos.kl import KLEstimator, KLGradient, check_kl_in_loss, check_kl_target, kl_divergence
-from tandem.algos.ratios import check, log_ratio
+from tandem.algos.ratios import bounded, check, log_ratio
 from tandem.algos.terms import LossInputs, TokenLoss, masked_mean
 from tandem.types import Metric, Metrics
 
@@ -47,24 +47,37 @@ def distillation_term(
     distillation_coef: float = 1.0,
     distillation_estimator: KLEstimator = "k3",
     distillation_gradient: KLGradient = "direct",
+    loss_clamp: float | None = None,
 ) -> TokenLoss:
     """Adds distillation_coef times an estimate of KL(policy, teacher), term "distillation" (on-policy distillation as a loss).
 
-    Reads teacher_logprobs; estimators and gradients as for `kl_term`.
+    Reads teacher_logprobs; estimators and gradients as for `kl_term`. loss_clamp: bounds the estimate of a token on either
+    side, and gives it no gradient beyond (verl's loss_max_clamp); None is off.
     """
     check(distillation_coef >= 0, f"distillation_coef must not be negative, got {distillation_coef}")
     check_kl_in_loss(distillation_estimator, distillation_gradient)
-    return kl_estimate(inputs, "distillation", "teacher_logprobs", distillation_coef, distillation_estimator, distillation_gradient)
+    choices = (distillation_estimator, distillation_gradient)
+    return kl_estimate(inputs, "distillation", "teacher_logprobs", distillation_coef, *choices, clamp=loss_clamp)
 
 
 def kl_estimate(
-    inputs: LossInputs, name: str, column: str, coef: float | Tensor, estimator: KLEstimator, gradient: KLGradient
+    inputs: LossInputs,
+    name: str,
+    column: str,
+    coef: float | Tensor,
+    estimator: KLEstimator,
+    gradient: KLGradient,
+    *,
+    clamp: float | None = None,
 ) -> TokenLoss:
-    """Adds coef times an estimate of the KL from `column`, as term `name`: the formula of any estimator and gradient."""
+    """Adds coef times an estimate of the KL from `column`, as term `name`: the formula of any estimator and gradient.
+
+    clamp: bounds a token's estimate on either side; None is off. What is measured is not bounded.
+    """
     old = inputs.token("old_logprobs") if gradient in ("unbiased", "weighted") else None
     kl = kl_divergence(inputs.policy_logprobs, inputs.token(column), estimator=estimator, gradient=gradient, old_logprobs_N=old)
     metric = {"kl": "kl_ref"}.get(name, f"kl_{name}")
-    return TokenLoss({name: coef * kl}, Metrics({metric: inputs.mean(kl)}))
+    return TokenLoss({name: coef * bounded(kl, clamp)}, Metrics({metric: inputs.mean(kl)}))
 
 
 def squared_log_ratio(inputs: LossInputs, *, kl_tau: float = 1e-3) -> TokenLoss:

@@ -188,6 +188,7 @@ NOTES: dict[str, Note] = {
     "reinforce": Note(
         "The policy gradient itself: reward times score, no baseline.",
         "As a reference, and for rewards that are centred already.",
+        {"verl": "bypass mode with loss_type=reinforce: bypass=true, its weights a correction"},
     ),
     "reinforce_pp": Note(
         "Discounted token returns, whitened over the whole batch; no group, no critic.",
@@ -282,7 +283,7 @@ NOTES: dict[str, Note] = {
         "The student matches the teacher's likeliest tokens on given responses.",
         "A teacher with the same tokenizer and good responses; one pass of it a response, and no sampling.",
         {
-            "verl": "direction=forward logprob_floor=-10.0, on its samples: opd_topk",
+            "verl": "direction=forward logprob_floor=-10.0 loss_clamp=10.0, on its samples: opd_topk",
             "NeMo-RL": "direction, mixed_weight; floor=false",
         },
     ),
@@ -295,14 +296,14 @@ NOTES: dict[str, Note] = {
         "An estimate of KL(student, teacher) on the student's samples, with the KL's own gradient.",
         "On-policy distillation without a ratio or a clip. Needs no reward.",
         {
-            "verl": "distillation_gradient=direct, with k2 or k3 as its loss_mode",
+            "verl": "distillation_gradient=direct loss_clamp=10.0, with k2 or k3 as its loss_mode",
             "AReaL": "distillation_coef=0.005 beside its policy loss: grpo_opd",
         },
     ),
     "opd_topk": Note(
         "The student matches the teacher's likeliest tokens on its own samples.",
         "More signal a token than opd, for K numbers a token. Needs no reward.",
-        {"verl": "direction=forward logprob_floor=-10.0", "NeMo-RL": "direction=mixed floor=false"},
+        {"verl": "direction=forward logprob_floor=-10.0 loss_clamp=10.0", "NeMo-RL": "direction=mixed floor=false"},
     ),
     "opd_jsd": Note(
         "GKD on the student's own samples.",

@@ -37,6 +37,15 @@ def clamped(values: Tensor, low: float, high: float) -> Tensor:
     return values if low <= least and greatest <= high else values.clamp(low, high)
 
 
+def bounded(loss_N: Tensor, clamp: float | None) -> Tensor:
+    """A loss in [-clamp, clamp] a token, without gradient beyond; None leaves it.
+
+    clamp: what a function calls loss_clamp. Raises ValueError unless it is positive and finite, or None.
+    """
+    check(clamp is None or 0 < clamp < math.inf, f"loss_clamp must be positive and finite (None does not clamp), got {clamp}")
+    return loss_N if clamp is None else loss_N.clamp(-clamp, clamp)
+
+
 def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and where the clipped side is the larger one: [N], bool [N].
 
