@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import cast
 
 from tandem import device
-from tandem.assemble.directory import Begun, open_directory, steps_done
+from tandem.assemble.directory import Begun, changed_values, open_directory, steps_done
 from tandem.assemble.first_tasks import check_tasks
 from tandem.assemble.interrupt import complete
 from tandem.assemble.measuring import Measured, measured
@@ -68,6 +68,8 @@ def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool, begun: Begun
     check_recipe(recipe)
     find_trackers(recipe.logs)
     if dry_run:
+        for said in changed_values(recipe.run.directory, resolved) if resume else ():
+            console.print(said, markup=False)
         complete(_dry_run(recipe, console), console)
         return
     complete(_run(resolved, resume, console, begun), console)
@@ -351,8 +353,11 @@ def _finish(recipe: Recipe, main: _PhaseRun, directory: Path, console: Console) 
     idle = read_series(metrics, "train/groups_without_advantage").values
     if idle and min(idle) == 1:
         console.print("warning: no group had an advantage in any step, so nothing was learned: look at the rewards", style="yellow")
-    samples = [SampleRecord.of(episode) for episode in main.last.result.episodes] if main.last.result is not None else []
-    solved, best = recipe.evaluation.solved, max((each.reward for each in samples if each.reward is not None), default=0.0)
+    result = main.last.result
+    samples = [SampleRecord.of(episode) for episode in result.episodes] if result is not None else []
+    greedy = [SampleRecord.of(episode) for episode in result.greedy_episodes] if result is not None else []
+    solved = recipe.evaluation.solved
+    best = max((each.reward for each in (*samples, *greedy) if each.reward is not None), default=0.0)
     if 0 < best < solved:
         console.print(
             f"warning: no held-out answer passed: the best reward was {best:g}, and evaluation.solved={solved:g} is what counts as "

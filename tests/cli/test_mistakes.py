@@ -398,7 +398,8 @@ MISTAKES: dict[str, Mistake] = {
     "no rejected": check("a.jsonl", '{"prompt": "a", "chosen": "b"}\n', "lacks rejected"),
     "two answers": check("a.jsonl", '{"prompt": "a", "answer": 1, "ground_truth": 2}\n', "both answer and ground_truth"),
     "commas in CSV": trained_on("a.csv", "prompt,answer\nWhat, is it?,4\n", "a.csv:2", "3 cells", "quote commas"),
-    "semicolons in CSV": check("a.csv", "prompt;answer\na;4\n", "has neither messages nor prompt (it has prompt;answer)"),
+    "semicolons in CSV": check("a.csv", "prompt;answer\na;4\n", "has ';' and no comma", "separate cells by commas"),
+    "tabs in CSV": trained_on("a.csv", "prompt\tanswer\na\t4\n", "has '\\t' and no comma", "separate cells by commas"),
     "a directory as data": Mistake("data check .", (". is a directory", "hub")),
     "a limit without a tokenizer": Mistake("data check good.jsonl --max-tokens 5", ("--max-tokens 5", "--tokenizer")),
     "half a column": Mistake("data check good.jsonl --column prompt=", ("--column prompt=", "OURS=THEIRS")),
@@ -603,6 +604,8 @@ MISTAKES: dict[str, Mistake] = {
     "a run in a directory of something else": train("", "run is not empty", "run.dir", made=precious),
     "two runs in one directory": resumed("", "run is in use", "run.dir", held=locked),
     "a resumed run that is not there": train("--resume", "--resume", "no run in run"),
+    "a dry run of a resumed run that is not there": train("--resume --dry-run", "--resume", "no run in run"),
+    "a dry run that resumes with another seed": resumed("--resume --dry-run seed=5", "seed=5 (it had 0)", "run.dir"),
     "another seed on resuming": resumed("--resume seed=5", "seed=5 (it had 0)", "run.dir"),
     "another algorithm on resuming": resumed("--resume algorithm=gspo", "algorithm.name=gspo (it had grpo)"),
     "another model on resuming": resumed(

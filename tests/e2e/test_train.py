@@ -222,3 +222,12 @@ def test_what_counts_as_passed_is_marked_and_a_bar_that_no_answer_reaches_is_tol
     assert ("no held-out answer passed: the best reward was 0.9" in said) == warned
     assert said.count(f"{mark} ") >= 3
     assert ("✗" if mark == "✓" else "✓") not in said
+
+
+def test_greedy_answers_that_pass_are_answers_that_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A task's greedy answer is judged by itself, its two samples together."""
+    recipe = write_recipe(tmp_path, reward="def digits(task, group):\n    return [1.0 if len(group) == 1 else 0.9] * len(group)\n")
+    overrides = ["warmup=null", "trainer.steps=1", "evaluation.samples=2", f"run.dir={tmp_path / 'run'}"]
+    assert tandem("train", str(recipe), *overrides) == 0
+    assert json.loads((tmp_path / "run/summary.json").read_text())["eval_after"]["greedy"] == 1
+    assert "no held-out answer passed" not in capsys.readouterr().out

@@ -54,20 +54,8 @@ def open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, co
     """
     config = directory / "config.yaml"
     if resume:
-        if not config.is_file():
-            raise ConfigError(f"there is no run in {directory} to resume (no config.yaml): leave --resume out to begin one")
-        before = load_recipe(config, ()).value
-        earlier = dict(flatten(before))
-        before.trainer.schedule.check_resumable(resolved.value.trainer.schedule, directory)
-        changes = {
-            leaf: value for leaf, value in flatten(resolved.value) if earlier.get(leaf) != value and not leaf.startswith("run.")
-        }
-        if other := [f"{leaf}={changes[leaf]} (it had {earlier.get(leaf)})" for leaf in changes if leaf.startswith(_CONTINUES)]:
-            raise ConfigError(
-                f"{directory} holds another run, and cannot be resumed with {', '.join(other)}: choose another run.dir"
-            )
-        for leaf, value in changes.items():
-            console.print(f"resuming with {leaf}={value} where the run had {earlier.get(leaf)}", markup=False)
+        for said in changed_values(directory, resolved):
+            console.print(said, markup=False)
     elif taken := next((path for path in (directory, *directory.parents) if os.path.lexists(path) and not path.is_dir()), None):
         raise ConfigError(f"the run's directory cannot be {directory}, since {taken} is no directory: choose another run.dir")
     elif directory.is_dir() and any(path != draft_of(config) for path in directory.iterdir()):
@@ -94,6 +82,23 @@ def open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, co
             if not (resume or _holds_work(directory)):
                 shutil.rmtree(directory)
             raise
+
+
+def changed_values(directory: Path, resolved: Resolved[Recipe]) -> list[str]:
+    """A line for each value that a resumed run has and the run in `directory` had not.
+
+    Raises ConfigError where there is no run, and for values that would make it another one.
+    """
+    config = directory / "config.yaml"
+    if not config.is_file():
+        raise ConfigError(f"there is no run in {directory} to resume (no config.yaml): leave --resume out to begin one")
+    before = load_recipe(config, ()).value
+    earlier = dict(flatten(before))
+    before.trainer.schedule.check_resumable(resolved.value.trainer.schedule, directory)
+    changes = {leaf: value for leaf, value in flatten(resolved.value) if earlier.get(leaf) != value and not leaf.startswith("run.")}
+    if other := [f"{leaf}={changes[leaf]} (it had {earlier.get(leaf)})" for leaf in changes if leaf.startswith(_CONTINUES)]:
+        raise ConfigError(f"{directory} holds another run, and cannot be resumed with {', '.join(other)}: choose another run.dir")
+    return [f"resuming with {leaf}={value} where the run had {earlier.get(leaf)}" for leaf, value in changes.items()]
 
 
 def _holds_work(directory: Path) -> bool:

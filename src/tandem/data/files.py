@@ -80,6 +80,10 @@ def _parquet(path: Path) -> Rows:
         yield f"{path} row {number}", row
 
 
+_NOT_COMMAS = ";\t|"
+"""What other programs separate the cells of a CSV file by."""
+
+
 def _csv(path: Path) -> Rows:
     """Every cell is a text, so that 007 stays what it is; an empty one is nothing. The first line names the columns."""
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -88,6 +92,10 @@ def _csv(path: Path) -> Rows:
             names: list[str] = next(lines, cast("list[str]", []))
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise DataError(f"{path} names the column {twice[0]!r} twice: rename one of them")
+            if len(names) == 1 and (other := next((mark for mark in _NOT_COMMAS if mark in names[0]), None)) is not None:
+                raise DataError(
+                    f"the first line of {path} is {names[0]!r}, which has {other!r} and no comma: separate cells by commas"
+                )
             for cells in lines:
                 where = f"{path}:{lines.line_num}"
                 if not cells:
