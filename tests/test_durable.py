@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from tandem import durable
-from tandem.durable import AppendLog, attempt, records, room, write_whole
+from tandem.durable import AppendLog, attempt, beside, records, room, write_whole
 from tandem.errors import SnapshotError
 
 
@@ -157,3 +158,22 @@ def test_attempt_does_not_wrap_twice_and_room_looks_upwards(tmp_path: Path) -> N
         raise SnapshotError("inner")
     assert str(tmp_path) in room(tmp_path / "not" / "there")
     assert json.loads(durable.dump({"a": [1, None, "é"]})) == {"a": [1, None, "é"]}
+
+
+def test_what_is_done_beside_gives_its_error_to_whoever_asks_and_keeps_no_process_alive(tmp_path: Path) -> None:
+    allowed, names = threading.Event(), list[str]()
+
+    def work() -> None:
+        assert allowed.wait(60)
+        names.append(threading.current_thread().name)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    done = beside("writing", work)
+    assert not done.done()
+    assert not done.cancel()
+    allowed.set()
+    with pytest.raises(OSError, match="No space left"):
+        done.result(60)
+    assert names == ["writing"]
+    code = "import threading; from tandem.durable import beside; beside('for ever', threading.Event().wait)"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

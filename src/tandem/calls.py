@@ -26,11 +26,15 @@ class Collect(Enum):
     FIRST = "first"
 
 
-def register(dispatch: Dispatch, collect: Collect) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Marks a Worker's method as callable through a WorkerGroup; the method itself is unchanged."""
+def register(dispatch: Dispatch, collect: Collect, *, beside: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Marks a Worker's method as callable through a WorkerGroup; the method itself is unchanged.
+
+    beside: it waits for what another call began, meets no other rank, and does not keep the role's next calls waiting.
+    """
 
     def mark(method: Callable[P, R]) -> Callable[P, R]:
         method.__tandem_call__ = (dispatch, collect)  # type: ignore[attr-defined]
+        method.__tandem_beside__ = beside  # type: ignore[attr-defined]
         return method
 
     return mark

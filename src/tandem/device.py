@@ -205,6 +205,11 @@ def mesh(device: Device, replicas: int, limit_s: float) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device.kind, mesh=table, mesh_dim_names=("replica", "shard"))
 
 
+def group_apart(limit_s: float) -> dist.ProcessGroup:
+    """All ranks once more, on the host, for what meets beside the calls of the default group. Every rank calls it, after `join`."""
+    return cast("dist.ProcessGroup", dist.new_group(backend=_COLLECTIVES["cpu"], timeout=timedelta(seconds=limit_s)))
+
+
 class Broadcasts:
     """A group of its own for broadcasts on tensors of `device`'s kind, whatever other groups these processes are in.
 

@@ -1,7 +1,7 @@
 """Files that survive being killed and a full disk: append-only JSON lines, and files that appear whole or not at all.
 
-Every OSError becomes a SnapshotError that says what could not be written, where, and how much room is left there.
-It does not know what the records mean.
+What takes long to write can be written beside whatever else goes on. Every OSError becomes a SnapshotError that says what could not
+be written, where, and how much room is left there. It does not know what the records mean.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -60,6 +62,23 @@ def write_whole(path: Path, text: str) -> None:
         finally:
             draft.unlink(missing_ok=True)
         sync(path.parent)
+
+
+def beside(name: str, work: Callable[[], None]) -> Future[None]:
+    """`work` in a thread of that name, which does not keep the process from ending; what it raises is raised by the result."""
+    done = Future[None]()
+    done.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 raised where the result is asked for
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 def draft_of(path: Path) -> Path:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -31,13 +32,24 @@ from tandem.assemble.first_tasks import check_tasks
 from tandem.assemble.interrupt import complete
 from tandem.assemble.measuring import Measured, measured
 from tandem.assemble.model import Model, build_model, check_memory
-from tandem.assemble.phases import Phase, algorithm, check_recipe, first_trained, from_dataset, main_phase, memory, warmup_phase
+from tandem.assemble.phases import (
+    Phase,
+    algorithm,
+    check_recipe,
+    copies_snapshots,
+    first_trained,
+    from_dataset,
+    main_phase,
+    memory,
+    warmup_phase,
+)
 from tandem.assemble.roles import merged
 from tandem.assemble.rollout import Rollout, open_rollout
 from tandem.assemble.tasks import build_dataset, notes, overlaps
 from tandem.assemble.trackers import build_trackers, find_trackers
 from tandem.checkpoint.journal import Journal
-from tandem.checkpoint.snapshots import Part, SnapshotStore
+from tandem.checkpoint.snapshots import Part, Rest, SnapshotStore
+from tandem.checkpoint.under_way import UnderWay
 from tandem.config import Resolved
 from tandem.errors import ConfigError
 from tandem.faults import crash_point
@@ -181,10 +193,14 @@ class _PhaseRun:
 
     def __post_init__(self) -> None:
         self.store = SnapshotStore(self.directory / "snapshots", self.recipe.snapshots, device.fingerprint())
+        self.copied = copies_snapshots(self.recipe, self.phase)
 
     async def run(self, began_s: float) -> None:
         """Leaves the phase's model with the weights that it has at the end."""
         phase, initial = self.phase, (self.directory / "initial").resolve()
+        if not self.copied:
+            said = "this machine has no room for a copy of what is trained, so that the run waits while a snapshot is written"
+            self.console.print(f"{phase.name}: {said}", markup=False, highlight=False, soft_wrap=True)
         self.began_s = began_s
         if phase.copies_policy and (self.store.latest() is None or not initial.is_dir()):
             phase.model.save(initial)
@@ -209,13 +225,15 @@ class _PhaseRun:
                 self.before = first.values
                 for episode in first.result.episodes[:3] if first.result is not None else ():
                     self.console.print(shown(SampleRecord.of(episode), self.recipe.evaluation.solved), soft_wrap=True)
-            await loop.train(phase.source, phase.plan, phase.learner, phase.checkpoint, self.trackers, self, steps=phase.steps)
+            async with UnderWay(self.store, self.recipe.placement.limit_s, self._warn) as self.snapshots:
+                await loop.train(phase.source, phase.plan, phase.learner, phase.checkpoint, self.trackers, self, steps=phase.steps)
             if self._measures and self.last is None:  # resumed after the last step, whose metrics are logged
                 self.last = await self._measured()
 
     async def after_step(self, policy: PolicyRef, metrics: Metrics) -> None:
         del metrics  # they are logged already
         step, last = policy.version, policy.version == self.phase.steps
+        self.snapshots.look()
         if isinstance(self.phase.source, RolloutSource):
             self.samples.write(self.phase.source.settled, step)
         if self.phase.roles.due(step):
@@ -228,6 +246,7 @@ class _PhaseRun:
         if self._measures and (last or _due(step, self.recipe.trainer.eval_every)):
             score = (await self._evaluate(step)).score
         if last or _due(step, self.snapshot_every):
+            await self.snapshots.ended()
             await self._snapshot(step, score)
 
     # ------------------------------------------------------------------------------------------ resume
@@ -240,9 +259,14 @@ class _PhaseRun:
             "before": dict(self.before),
             "spent_s": self._wall_s(),
         }
-        models = {role.name: _saving(role.workers) for role in self.phase.roles.saved}
-        parts = {"train": _saving(self.phase.policy), **models, "queue": self._save_queue}
-        await self.store.write(step, parts, state, score=score)
+        models = {"train": self.phase.policy, **{role.name: role.workers for role in self.phase.roles.saved}}
+        parts = {name: _saving(workers, copied=self.copied) for name, workers in models.items()}
+        finish = await self.store.begin(step, {**parts, "queue": self._save_queue}, state, score=score)
+        self.snapshots.start(step, self._finish(finish, step))
+
+    async def _finish(self, finish: Rest, step: int) -> None:
+        """The snapshot counts, and what the queue had consumed before it is consumed for good."""
+        await finish()
         crash_point("commit.before")
         await self.phase.queue.commit(str(step))
         crash_point("commit.after")
@@ -263,7 +287,7 @@ class _PhaseRun:
             return
         crash_point("restore.before")
         for warning in snapshot.warnings:
-            self.console.print(f"warning: {warning}", style="yellow", markup=False)
+            self._warn(warning)
         state = cast("Mapping[str, Mapping[str, Json]]", snapshot.state)
         await self.phase.policy.call(ModelWorker.load, snapshot.part("train").resolve())
         for role in self.phase.roles.saved:
@@ -278,6 +302,9 @@ class _PhaseRun:
         self.spent_s = cast("float", snapshot.state["spent_s"])
         crash_point("restore.after")
         self.console.print(f"{self.phase.name}: resuming from {snapshot.path}", markup=False)
+
+    def _warn(self, what: str) -> None:
+        self.console.print(f"warning: {what}", style="yellow", markup=False)
 
     def _wall_s(self) -> float:
         return self.spent_s + time.monotonic() - self.began_s
@@ -309,8 +336,12 @@ class _PhaseRun:
         return Summary(self.before, after, self.phase.steps, self._wall_s(), facts)
 
 
-def _saving(workers: WorkerGroup) -> Part:
-    return lambda path: workers.call(ModelWorker.save, path.resolve())
+def _saving(workers: WorkerGroup, *, copied: bool) -> Part:
+    async def save(path: Path) -> Rest:
+        await workers.call(ModelWorker.save, path, copied)
+        return partial(workers.call, ModelWorker.saved)
+
+    return lambda path: save(path.resolve())
 
 
 def _due(step: int, every: int) -> bool:

@@ -94,10 +94,7 @@ class TrainEngine(Protocol):
         ...
 
     def reset_optimizer(self) -> None:
-        """The optimiser forgets all that it has measured; weights, and the count of updates that a schedule goes by, stay.
-
-        Raises EngineError while a gradient is pending.
-        """
+        """The optimiser forgets what it measured; weights and count of updates stay. EngineError while a gradient is pending."""
         ...
 
     def layout(self) -> WeightLayout: ...
@@ -108,13 +105,15 @@ class TrainEngine(Protocol):
         """Everything that `load` needs to go on bit for bit, as files in the directory `path`."""
         ...
 
+    def snapshot(self) -> Callable[[Path], None]:
+        """A copy of all that `save` writes, to be written later in any thread: by each rank that holds the model, in one order."""
+        ...
+
     def load(self, path: Path) -> None: ...
 
     def load_weights(self, path: Path) -> None:
-        """The weights of a Hugging Face directory, and an optimiser that begins anew; counts stay.
-
-        Raises ModelError, and nothing has changed then, where the directory holds another model; EngineError while a
-        gradient is pending.
+        """The weights of a Hugging Face directory, and an optimiser that begins anew; counts stay. Raises ModelError, and nothing
+        has changed then, where the directory holds another model; EngineError while a gradient is pending.
         """
         ...
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 
 from tandem import durable
 from tandem.checkpoint import manifest, snapshots
-from tandem.checkpoint.snapshots import Part, Snapshot, SnapshotConfig, SnapshotStore
+from tandem.checkpoint.snapshots import Part, Rest, Snapshot, SnapshotConfig, SnapshotStore
 from tandem.errors import EngineError, SnapshotError
 from tandem.types import Json
 
@@ -31,7 +32,7 @@ def parts(step: int) -> dict[str, Part]:
         await asyncio.sleep(0)
         (path / "rows.json").write_text(f"[{step}]")
 
-    def train(path: Path) -> None:
+    async def train(path: Path) -> None:
         (path / "model").mkdir()
         (path / "model" / "weights.bin").write_bytes(bytes([step % 256]) * 3_000_000)
         (path / "empty").touch()
@@ -39,10 +40,17 @@ def parts(step: int) -> dict[str, Part]:
     return {"train": train, "queue": queue}
 
 
+def whole(store: SnapshotStore, step: int, parts: dict[str, Part], state: dict[str, Json], *, score: float | None = None) -> None:
+    async def begin_and_finish() -> None:
+        await (await store.begin(step, parts, state, score=score))()
+
+    asyncio.run(begin_and_finish())
+
+
 def write(store: SnapshotStore, *steps: int, score: float | None = None) -> None:
     for step in steps:
         state: dict[str, Json] = {"step": step, "offset": 2**60, "lr": 0.1, "name": "ü\ud800"}
-        asyncio.run(store.write(step, parts(step), state, score=score))
+        whole(store, step, parts(step), state, score=score)
 
 
 def names(path: Path) -> list[str]:
@@ -80,21 +88,21 @@ def test_round_trip(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- killed
 
 WRITER = """
-import asyncio, sys
+import sys
 from pathlib import Path
 from tandem.faults import crash_point
-from tests.checkpoint.test_snapshots import open_store, parts, write
+from tests.checkpoint.test_snapshots import open_store, parts, whole, write
 
 store = open_store(Path(sys.argv[1]), keep_last=1)
 write(store, 1, 2)
 
-def half(path):
+async def half(path):
     with (path / "weights.bin").open("wb") as file:
         file.write(b"half of it")
         file.flush()
         crash_point("in_the_part")
 
-asyncio.run(store.write(3, {**parts(3), "half": half}, {"step": 3}))
+whole(store, 3, {**parts(3), "half": half}, {"step": 3})
 """
 
 
@@ -109,6 +117,8 @@ asyncio.run(store.write(3, {**parts(3), "half": half}, {"step": 3}))
         ("snapshot.part.queue:3", 2),
         ("snapshot.part.half", 2),
         ("in_the_part", 2),
+        ("snapshot.copied:1", None),
+        ("snapshot.copied:3", 2),
         ("snapshot.after_parts:3", 2),
         ("snapshot.manifest:3", 2),
         ("snapshot.before_rename:3", 2),
@@ -118,7 +128,7 @@ asyncio.run(store.write(3, {**parts(3), "half": half}, {"step": 3}))
     ],
 )
 def test_killed_while_writing(tmp_path: Path, point: str, survivor: int | None) -> None:
-    environment = {**os.environ, "TANDEM_CRASH_AT": point, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "TANDEM_CRASH_AT": point, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], env=environment, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
     left = names(tmp_path)
@@ -146,6 +156,89 @@ def test_leftovers_of_living_processes_are_not_touched(tmp_path: Path) -> None:
     ours.mkdir()  # of a dead process that had our number
     open_store(tmp_path)
     assert names(tmp_path) == ["notes", alive.name]
+
+
+# ----------------------------------------------------------------------------------------- while the run goes on
+
+
+def copied(step: int, allowed: asyncio.Event, problem: Exception | None = None) -> Part:
+    """A part that is written when it is allowed to be, or fails then."""
+
+    async def part(path: Path) -> Rest:
+        async def rest() -> None:
+            await allowed.wait()
+            if problem is not None:
+                raise problem
+            (path / "weights.bin").write_bytes(bytes([step]))
+
+        return rest
+
+    return part
+
+
+def test_one_that_is_being_written_does_not_count_yet(tmp_path: Path) -> None:
+    store, allowed = open_store(tmp_path, keep_last=1), asyncio.Event()
+    write(store, 1)
+    offsets: list[Json] = [7]
+    some = {**parts(2), "more": copied(2, allowed)}
+
+    async def scenario() -> None:
+        finish = asyncio.ensure_future((await store.begin(2, some, {"step": 2, "at": offsets}))())
+        offsets.append(8)  # the run goes on
+        for _ in range(5):
+            await asyncio.sleep(0)
+            assert latest(store).step == 1
+        assert store.written_bytes() >= 3_000_000
+        allowed.set()
+        await finish
+
+    asyncio.run(scenario())
+    assert is_whole(latest(store), 2)
+    assert latest(store).state["at"] == [7]
+    assert latest(store).part("more").joinpath("weights.bin").read_bytes() == b"\2"
+    assert names(tmp_path) == ["step-00000002"]
+    assert store.written_bytes() == 0
+
+
+def test_making_it_durable_leaves_the_loop_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, allowed, seal = open_store(tmp_path), threading.Event(), manifest.seal
+
+    def slow(directory: Path) -> dict[str, tuple[int, str]]:
+        assert allowed.wait(60)
+        return seal(directory)
+
+    async def scenario() -> None:
+        finish = asyncio.ensure_future((await store.begin(1, parts(1), {"step": 1}))())
+        await asyncio.sleep(0.05)
+        assert not finish.done()
+        allowed.set()
+        await finish
+
+    monkeypatch.setattr(manifest, "seal", slow)
+    asyncio.run(scenario())
+    assert is_whole(latest(store), 1)
+
+
+def test_a_copy_that_cannot_be_written_leaves_the_last_good_one_once_the_other_parts_have_ended(tmp_path: Path) -> None:
+    store, allowed = open_store(tmp_path, keep_last=1), asyncio.Event()
+    write(store, 1)
+
+    async def scenario() -> None:
+        at_once = asyncio.Event()
+        at_once.set()
+        some = {"bad": copied(2, at_once, RuntimeError("PytorchStreamWriter failed writing")), "slow": copied(2, allowed)}
+        finish = asyncio.ensure_future((await store.begin(2, some, {}))())
+        await asyncio.sleep(0.02)
+        assert not finish.done()
+        allowed.set()
+        with pytest.raises(
+            SnapshotError, match=r"cannot write snapshot part .*/bad: PytorchStreamWriter failed writing; .*are free"
+        ):
+            await finish
+
+    asyncio.run(scenario())
+    assert names(tmp_path) == ["step-00000001"]
+    assert is_whole(latest(store), 1)
 
 
 # ------------------------------------------------------------------------------------------------------ damaged
@@ -195,7 +288,7 @@ def test_a_damaged_one_is_refused_and_the_last_good_one_used(
 def test_every_byte_of_a_manifest_counts(tmp_path: Path) -> None:
     """Whatever byte is changed, the manifest is refused, or it says what it said."""
     store = open_store(tmp_path)
-    asyncio.run(store.write(1, {}, {"text": "abc", "number": 1.5}))
+    whole(store, 1, {}, {"text": "abc", "number": 1.5})
     path = tmp_path / "step-00000001" / "manifest.json"
     good, said = path.read_bytes(), manifest.read(path.parent)
     for position in range(len(good)):
@@ -260,12 +353,12 @@ def test_a_part_that_does_not_fit_leaves_the_last_good_one(tmp_path: Path, error
     store = open_store(tmp_path)
     write(store, 1)
 
-    def fails(path: Path) -> None:
+    async def fails(path: Path) -> None:
         (path / "weights.bin").write_bytes(b"half")
         raise error
 
     with pytest.raises(SnapshotError, match=r"cannot write snapshot .*(No space left|failed writing).*MB are free at .*make room"):
-        asyncio.run(store.write(2, {**parts(2), "more": fails}, {}))
+        whole(store, 2, {**parts(2), "more": fails}, {})
     assert names(tmp_path) == ["step-00000001"]
     assert is_whole(latest(store), 1)
 
@@ -304,7 +397,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
 write(store, 2)
 """
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
     assert f"SnapshotError: cannot write snapshot {tmp_path}/step-00000002: File too large; " in done.stderr
@@ -320,7 +413,7 @@ def test_other_failures_pass_unchanged_and_leave_nothing(tmp_path: Path) -> None
 
     for bad in ({"engine": fails}, {}):
         with pytest.raises((EngineError, ValueError), match=r"engine is closed|not JSON compliant"):
-            asyncio.run(store.write(1, bad, {"reward": float("nan")}))
+            whole(store, 1, bad, {"reward": float("nan")})
     assert names(tmp_path) == []
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -522,6 +522,28 @@ def test_a_loaded_engine_goes_on_bit_for_bit(make: Subject, tmp_path: Path) -> N
         other.step()
 
 
+def test_a_snapshot_is_what_a_save_was_when_it_was_taken(make: Subject, tmp_path: Path) -> None:
+    engine = make()
+
+    def train(seed: int) -> None:
+        engine.forward_backward(make_rows([4, 7, 3], seed), make.loss)
+        engine.step()
+
+    train(0)
+    engine.save(tmp_path / "saved")
+    write = engine.snapshot()
+    train(1)
+    engine.forward_backward(rows(), make.loss)
+    with pytest.raises(EngineError, match="step first"):
+        engine.snapshot()
+    write(tmp_path / "snapshot")
+    engine.step()
+    assert contents(tmp_path / "snapshot") == contents(tmp_path / "saved")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SnapshotError, match="file"):
+        engine.snapshot()(tmp_path / "file")
+
+
 def test_an_optimiser_that_is_reset_goes_on_by_the_same_schedule_and_from_disk(make: Subject, tmp_path: Path) -> None:
     engine = make(TrainConfig(lr=0.01, schedule="linear", total_steps=10, micro_batch_tokens=16))
     for seed in range(3):

@@ -28,7 +28,14 @@ CHAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     "the beginning": ("sync", here("file.config.yaml.before:1", "file.config.yaml.after:1", "queue.before_take:2")),
     "a snapshot in the warm-up": (
         "sync",
-        here("snapshot.begin:1", "snapshot.part.train:2", "train.in_save:1", "snapshot.manifest:1", "snapshot.after_rename:1"),
+        here(
+            "snapshot.begin:1",
+            "snapshot.part.train:2",
+            "snapshot.copied:1",
+            "train.in_save:1",
+            "snapshot.manifest:1",
+            "snapshot.after_rename:1",
+        ),
     ),
     "a snapshot": (
         "sync",

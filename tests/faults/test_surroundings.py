@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import errno
 import os
+import threading
 import time
 from functools import partial
 from itertools import count
@@ -19,9 +20,13 @@ from typing import Any
 import pytest
 
 import tandem
+from tandem.assemble import phases
 from tandem.durable import AppendLog
+from tandem.errors import EngineError, SnapshotError
 from tandem.rollout.stepping import SteppingEngine
-from tests.e2e.runs import assert_same, forked, outcome, started, write_recipe
+from tandem.train.torch_engine import TorchEngine
+from tandem.types import Metrics
+from tests.e2e.runs import assert_same, forked, outcome, read_lines, started, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +110,103 @@ def test_a_full_disk_in_the_middle_of_a_line(name: str, number: int, undisturbed
     assert "Traceback" not in said
     assert forked([*command(tmp_path), "--resume"], log) == 0, log.read_text()
     assert_same(outcome(tmp_path / "run"), undisturbed)
+
+
+def disk(slow_s: float = 0.0, *, taken: int = 1000, problem: OSError | None = None) -> None:
+    """Takes so many snapshots, each slowly, and of the next ones nothing at all, or raises."""
+    write, written = TorchEngine._write, count()
+
+    def wrote(self: TorchEngine, state: Any, path: Path) -> None:
+        time.sleep(slow_s)
+        if next(written) >= taken:
+            if problem is not None:
+                raise SnapshotError(str(problem)) from problem
+            threading.Event().wait()
+        write(self, state, path)
+
+    TorchEngine._write = wrote  # type: ignore[method-assign]
+
+
+def test_a_slow_disk_changes_nothing(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    assert forked(command(tmp_path), tmp_path / "log", before=partial(disk, 0.2)) == 0, (tmp_path / "log").read_text()
+    assert_same(outcome(tmp_path / "run"), undisturbed)
+
+
+def test_a_run_that_is_killed_while_a_snapshot_is_written_goes_on_from_the_one_before(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    """Three of the warm-up, one of the main phase; of step 2 nothing is written when step 3 has been trained."""
+    log = tmp_path / "log"
+    arguments = [*command(tmp_path), "snapshots.keep_last=1"]
+    before = partial(disk, taken=4)
+    assert forked(arguments, log, crash_at="update.after_step:12", before=before) == -9, log.read_text()
+    left = sorted(path.name for path in (tmp_path / "run" / "snapshots").iterdir())
+    assert left[0] == "step-00000001"
+    assert left[1].startswith("step-00000002.partial-")
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert max(line["step"] for line in lines) == 2
+    assert forked([*arguments, "--resume"], log) == 0, log.read_text()
+    assert "resuming from" in log.read_text()
+    assert "step-00000001" in log.read_text()
+    assert_same(outcome(tmp_path / "run"), undisturbed)
+
+
+def test_a_disk_that_takes_no_more_is_an_error_that_names_the_snapshot(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert forked([*command(tmp_path), "runtime.limit_s=0.5"], log, before=partial(disk, taken=4)) == 1, log.read_text()
+    said = log.read_text()
+    assert "the snapshot of step 2 is not whole, and nothing was written for 0.5 s, after" in " ".join(said.split())
+    assert "thread saving to " in said
+    assert "threading.Event().wait()" in said
+    assert "Traceback" not in said
+    assert forked([*command(tmp_path), "--resume"], log) == 0, log.read_text()
+    assert_same(outcome(tmp_path / "run"), undisturbed)
+
+
+def no_room_for_a_copy() -> None:
+    phases.fits = lambda planned: False
+    TorchEngine.snapshot = None  # type: ignore[assignment, method-assign]  # whoever called it would fail
+
+
+def test_without_room_for_a_copy_the_run_waits_for_its_snapshots(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    assert forked(command(tmp_path), tmp_path / "log", before=no_room_for_a_copy) == 0, (tmp_path / "log").read_text()
+    assert "train: this machine has no room for a copy of what is trained, so that the run waits" in (tmp_path / "log").read_text()
+    assert_same(outcome(tmp_path / "run"), undisturbed)
+
+
+FULL = OSError("the disk is full, says the test")
+
+
+@pytest.mark.parametrize("taken", [4, 6], ids=["in the middle", "at the end"])
+def test_a_snapshot_that_fails_while_the_run_goes_on_ends_it(taken: int, undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert forked(command(tmp_path), log, before=partial(disk, taken=taken, problem=FULL)) == 1, log.read_text()
+    said = " ".join(log.read_text().split())
+    assert "the disk is full, says the test" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert forked([*command(tmp_path), "--resume"], log) == 0, log.read_text()
+    assert_same(outcome(tmp_path / "run"), undisturbed)
+
+
+def engine_and_disk_fail(taken: int) -> None:
+    disk(0.3, taken=taken, problem=FULL)
+    step, steps = TorchEngine.step, count()
+
+    def fails(self: TorchEngine) -> Metrics:
+        if next(steps) == 10:  # the first of step 3 of the main phase
+            raise EngineError("the engine is broken, says the test")
+        return step(self)
+
+    TorchEngine.step = fails  # type: ignore[method-assign]
+
+
+def test_a_snapshot_that_fails_beside_another_error_is_told_too(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert forked(command(tmp_path), log, before=partial(engine_and_disk_fail, 4)) == 1
+    said = " ".join(log.read_text().split())
+    assert "the engine is broken, says the test" in said
+    assert "warning: the snapshot of step 2 is not there: the disk is full, says the test" in said
 
 
 _CLONE_NEWNS, _CLONE_NEWUSER, _MS_REMOUNT = 0x20000, 0x10000000, 32

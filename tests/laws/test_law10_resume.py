@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import torch
+
+from tandem.algos.columns import loss_ref
+from tandem.algos.table import configure
+from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.trainer.intake import Intake
 from tests.e2e.runs import assert_same, outcome, tandem, write_recipe
 from tests.laws.breaking import Breaker
+from tests.train.rows import make_rows, tiny_decoder
 
 
 def check_resumed_run_equals_straight_run() -> None:
@@ -36,6 +44,29 @@ def check_each_sample_is_trained_on_once() -> None:
         assert len(keys) == len(set(keys)) == 32
 
 
+def check_a_snapshot_is_of_the_step_that_it_was_taken_at() -> None:
+    """However late it is written."""
+
+    def train(engine: TorchEngine, seed: int) -> None:
+        engine.forward_backward(make_rows([4, 7, 3], seed), loss_ref(configure("sft")))
+        engine.step()
+
+    with tempfile.TemporaryDirectory() as name:
+        engine, resumed = TorchEngine(tiny_decoder(), TrainConfig(lr=0.01)), TorchEngine(tiny_decoder(1), TrainConfig(lr=0.01))
+        train(engine, 0)
+        write = engine.snapshot()
+        train(engine, 1)
+        write(Path(name))
+        resumed.load(Path(name))
+        train(resumed, 1)
+        pairs = zip(engine.weight_shards(), resumed.weight_shards(), strict=True)
+        assert all(torch.equal(ours.tensor, theirs.tensor) for ours, theirs in pairs)
+
+
+def test_a_snapshot_is_of_the_step_that_it_was_taken_at() -> None:
+    check_a_snapshot_is_of_the_step_that_it_was_taken_at()
+
+
 def test_resumed_run_equals_straight_run() -> None:
     check_resumed_run_equals_straight_run()
 
@@ -57,7 +88,19 @@ def _begins_again(self: Intake, state: dict[str, object]) -> None:
 
 _load, _restore = TorchEngine.load, Intake.restore
 
+
+def _without_a_copy(self: TorchEngine) -> Callable[[Path], None]:
+    return partial(self._write, self._state())
+
+
 BREAKERS = [
+    Breaker(
+        10,
+        "a snapshot that goes on with the run",
+        "tandem.train.torch_engine:TorchEngine.snapshot",
+        _without_a_copy,
+        check_a_snapshot_is_of_the_step_that_it_was_taken_at,
+    ),
     Breaker(
         10,
         "optimizer-state-forgotten",

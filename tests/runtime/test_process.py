@@ -119,6 +119,16 @@ def test_calls_that_are_under_way_together_meet_in_one_order_on_all_ranks(run: C
     run(use, collectives=True)
 
 
+def test_what_is_registered_beside_the_others_keeps_nobody_waiting(run: Callable[..., None]) -> None:
+    async def use(group: PoolGroup) -> None:
+        waiting = asyncio.create_task(group.call(Worker.until_begun))
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(group.call(Worker.begin), 60)
+        assert await waiting == 1.0
+
+    run(use, collectives=True)
+
+
 def test_ranks_that_have_met_can_meet_again_in_new_groups(run: Callable[..., None]) -> None:
     async def use(group: PoolGroup) -> None:
         for _ in range(2):

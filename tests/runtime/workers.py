@@ -25,6 +25,7 @@ class Worker:
     def __init__(self, rank: Rank, queue: TransferQueue | None = None) -> None:
         self.rank = rank
         self._queue = queue
+        self._begun: asyncio.Future[float] = asyncio.Future()
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def pid(self) -> int:
@@ -86,6 +87,15 @@ class Worker:
         tensor = torch.tensor([float(self.rank.index)])
         dist.all_reduce(tensor)
         return tensor.item()
+
+    @register(Dispatch.BROADCAST, Collect.FIRST, beside=True)
+    async def until_begun(self) -> float:
+        """What `begin` gives it."""
+        return await self._begun
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def begin(self) -> None:
+        self._begun.set_result(await self.add())
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def add_in_a_new_group(self) -> float:

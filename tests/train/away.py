@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any, cast
 
 from tandem.ports import Collect, Dispatch, TrainEngine, WorkerGroup, register
@@ -16,6 +17,7 @@ class Host:
 
     def __init__(self, rank: Rank) -> None:
         self._engines: dict[int, TrainEngine] = {}
+        self._writes: list[Callable[[Path], None]] = []
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def make(self, number: int, factory: Callable[..., TrainEngine], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -26,12 +28,26 @@ class Host:
         result: Any = getattr(self._engines[number], method)(*args, **kwargs)
         return [*cast("Iterator[Any]", result)] if isinstance(result, Iterator) else result
 
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def snapshot(self, number: int) -> int:
+        """Which of `write`'s it is."""
+        self._writes.append(self._engines[number].snapshot())
+        return len(self._writes) - 1
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def write(self, which: int, path: Path) -> None:
+        self._writes[which](path)
+
 
 class Away:
     """Implements TrainEngine: an engine of a group of one `Host`."""
 
     def __init__(self, runner: asyncio.Runner, group: WorkerGroup, number: int) -> None:
         self._runner, self._group, self._number = runner, group, number
+
+    def snapshot(self) -> Callable[[Path], None]:
+        which = self._runner.run(self._group.call(Host.snapshot, self._number))
+        return lambda path: self._runner.run(self._group.call(Host.write, which, path))
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self._runner.run(self._group.call(Host.do, self._number, method, args, kwargs))

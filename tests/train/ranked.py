@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tandem import device
 from tandem.data_proto import DataProto
+from tandem.durable import beside
 from tandem.errors import StalledError
 from tandem.models.adapters import trained
 from tandem.models.language_model import LanguageModel
@@ -74,6 +76,14 @@ class Trainer:
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def save(self, path: Path) -> None:
         self.engine.save(path)
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def train_while_saving(self, path: Path, steps: Sequence[Sequence[DataProto]], loss: LossRef) -> Trained:
+        """What a save would write now is written while the steps are trained."""
+        saved = beside("saving", partial(self.engine.snapshot(), path))
+        found = train(self.engine, [parts[self.rank.index] for parts in steps], loss)
+        saved.result(60)
+        return found
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def load(self, path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tandem.algos.aggregation import loss_weights
@@ -451,6 +452,27 @@ def test_a_snapshot_goes_on_bit_for_bit_on_as_many_ranks_and_closely_on_others(p
     for name, tensor in want.items():  # AdamW divides by the root of a mean of squares, which magnifies rounding
         torch.testing.assert_close(on_one[name], tensor, atol=2e-6, rtol=0)
         torch.testing.assert_close(on_copies[name], tensor, atol=2e-6, rtol=0)
+
+
+def test_a_snapshot_is_written_while_the_ranks_go_on(pools: Pools, tmp_path: Path) -> None:
+    """Both meet meanwhile, in the threads that write and in those that train."""
+    first, then = batches(6, 2)[:2], [evenly(batch) for batch in batches(6, 2)[2:]]
+    pools.each(Trainer.make, tiny_decoder(), ADAM)
+    pools.each(Trainer.train, [evenly(batch) for batch in first], GRPO)
+    pools.each(Trainer.save, tmp_path / "saved")
+    want = blocks(pools.each(Trainer.train_while_saving, tmp_path / "copied", then, GRPO), "weights")
+    saved, copied = (
+        {
+            f"{path.relative_to(place)} {name}": part
+            for path in place.rglob("*.safetensors")
+            for name, part in load_file(path).items()
+        }
+        for place in (tmp_path / "saved", tmp_path / "copied")
+    )
+    assert equal(copied, saved)
+    pools.each(Trainer.make, tiny_decoder(9), ADAM)
+    pools.each(Trainer.load, tmp_path / "copied")
+    assert equal(blocks(pools.each(Trainer.train, then, GRPO), "weights"), want)
 
 
 def test_each_rank_reads_its_part_of_a_directory(pools: Pools, tmp_path: Path) -> None:

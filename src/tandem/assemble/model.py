@@ -140,10 +140,15 @@ def count_parameters(config: DecoderConfig) -> int:
     return first + (config.num_layers - 1) * (both - first)
 
 
+def fits(planned: Mapping[str, int]) -> bool:
+    """Whether this machine has so many bytes, whoever holds them now."""
+    return sum(planned.values()) <= device.select("cpu").memory().total_bytes
+
+
 def check_memory(planned: Mapping[str, int]) -> None:
     """planned: bytes, by what they are for. Raises ConfigError where this machine has less."""
-    total, there = sum(planned.values()), device.select("cpu").memory().total_bytes
-    if total > there:
+    if not fits(planned):
+        total, there = sum(planned.values()), device.select("cpu").memory().total_bytes
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in planned.items() if size > total / 100)
         raise ConfigError(
             f"the run would hold {_gib(total)} of memory from step to step, and this machine has {_gib(there)}: {parts}; choose a "

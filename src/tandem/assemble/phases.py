@@ -9,7 +9,7 @@ from pathlib import Path
 from tandem.algos.columns import reads, unit_of
 from tandem.algos.notes import NOTES
 from tandem.algos.table import configure, learns_values
-from tandem.assemble.model import Model
+from tandem.assemble.model import Model, fits
 from tandem.assemble.roles import KINDS, Roles, base_stages, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import Form, build_dataset, notes
@@ -446,7 +446,7 @@ def _dataset_phase(
 
 
 def memory(recipe: Recipe, phase: Phase) -> dict[str, int]:
-    """Bytes of what lasts from step to step; activations of one micro-batch come on top."""
+    """Bytes of what lasts from step to step; activations of one micro-batch and a snapshot's copy come on top."""
     decoder, engine = phase.model.decoder, recipe.engine
     weights, trained = (4 * count for count in phase.model.sizes)
     beside = [(role, role.model.num_parameters * 4) for role in phase.roles.all]
@@ -458,3 +458,12 @@ def memory(recipe: Recipe, phase: Phase) -> dict[str, int]:
         **{role.name: size * (1 if role.objective is None else 4) for role, size in beside},  # with gradients and moments
         "rollout KV cache": KVCache.num_bytes(decoder.config, engine.slots, engine.max_context) if generates else 0,
     }
+
+
+def copies_snapshots(recipe: Recipe, phase: Phase) -> bool:
+    """Whether there is room for a copy of what a snapshot saves, which is written while the run goes on."""
+    if recipe.placement.name == "ray":  # whose workers have memory of other machines
+        return True
+    roles = {role.name: role.model.num_parameters * (4 if role.objective is None else 12) for role in phase.roles.saved}
+    copy = 12 * phase.model.sizes[1] + sum(roles.values())  # weights and moments in float32
+    return fits({**memory(recipe, phase), "copy": copy})

@@ -7,34 +7,44 @@
       step-00000040.partial-4711/       being written by process 4711: made durable, then renamed
 
 Parts are written by their owners (engine, queue); the store knows bytes and names, and imports no torch. It decides
-neither when to write nor what belongs to a snapshot.
+neither when to write nor what belongs to a snapshot. What is long to write may be copied first, and written while the run goes on:
 
-Crash points: `snapshot.begin`, `snapshot.part.NAME` (before each), `snapshot.after_parts`, `snapshot.manifest` (files
-are durable, the manifest is not written), `snapshot.before_rename`, `snapshot.after_rename`, `snapshot.retention` (an
-old one is out of the list, its files are still there).
+    begin    parts are filled, or copied  ->  the run goes on
+    finish   copies are written -> files are durable, manifest -> rename: from here on it is a snapshot -> old ones go
+
+Crash points: `snapshot.begin`, `snapshot.part.NAME` (before each), `snapshot.copied` (the run goes on), `snapshot.after_parts`,
+`snapshot.manifest` (files are durable, the manifest is not written), `snapshot.before_rename`, `snapshot.after_rename`,
+`snapshot.retention` (an old one is out of the list, its files are still there).
 """
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 import os
 import re
 import shutil
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
 from tandem.checkpoint import manifest
 from tandem.checkpoint.manifest import Manifest
-from tandem.durable import attempt, room, sync
+from tandem.durable import attempt, beside, room, sync
 from tandem.errors import SnapshotError, TandemError
 from tandem.faults import crash_point
 from tandem.types import Json
 
-Part = Callable[[Path], Awaitable[None] | None]
+T = TypeVar("T")
+Rest = Callable[[], Awaitable[None]]
+"""What is left to do of something; may be called later, once."""
+Part = Callable[[Path], Awaitable[Rest | None]]
+"""Fills a directory, or copies what belongs there and gives what writes the copy."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d{8,}\.partial-(\d+)")
@@ -78,7 +88,7 @@ class SnapshotStore:
     """
 
     def __init__(self, directory: Path, config: SnapshotConfig, fingerprint: Mapping[str, str]) -> None:
-        self._directory = directory
+        self.directory = directory
         self._config = config
         self._fingerprint = dict(fingerprint)
         with attempt(f"open {directory}", directory):
@@ -90,42 +100,55 @@ class SnapshotStore:
 
     # ------------------------------------------------------------------------------------------------- writing
 
-    async def write(self, step: int, parts: Mapping[str, Part], state: Mapping[str, Json], *, score: float | None = None) -> Path:
-        """Writes a snapshot; it is durable when this returns, and the older ones are thinned out.
+    async def begin(self, step: int, parts: Mapping[str, Part], state: Mapping[str, Json], *, score: float | None = None) -> Rest:
+        """Fills or copies the parts of a snapshot, so that the run may go on; calling what is returned makes it one.
 
-        parts: name -> a function that fills the directory it is given. score: higher is better, for `keep_best`.
-        Raises SnapshotError, and leaves nothing of this snapshot behind, where it cannot be written or where a good
-        one of this step is there already (a damaged one is replaced).
+        Then what is left of the parts is written beside whatever else goes on, the snapshot is durable, and the older ones are
+        thinned out. parts: by name. score: higher is better, for `keep_best`. Both raise SnapshotError, and leave nothing of this
+        snapshot behind, where it cannot be written or where a good one of this step is there already (a damaged one is replaced).
         """
         crash_point("snapshot.begin")
-        final = self._path(step)
-        async with self._draft(final) as partial:
+        final, rests = self._path(step), dict[Path, Rest]()
+        about = Manifest(step, score, self._fingerprint, deepcopy(dict(state)), {})
+        with ExitStack() as stack:
+            draft = stack.enter_context(self._draft(final))
             for name, fill in parts.items():
                 crash_point(f"snapshot.part.{name}")
-                await _fill(partial / name, fill)
-            crash_point("snapshot.after_parts")
-            files = manifest.seal(partial)
-            crash_point("snapshot.manifest")
-            manifest.write(partial, Manifest(step, score, self._fingerprint, dict(state), files))
-            crash_point("snapshot.before_rename")
-        crash_point("snapshot.after_rename")
-        with attempt(f"remove old snapshots in {self._directory}", self._directory):
-            self._thin_out(step)
-        return final
+                (draft / name).mkdir()
+                if (rest := await _of_part(partial(fill, draft / name), draft / name)) is not None:
+                    rests[draft / name] = rest
+            drafting = stack.pop_all()
+        crash_point("snapshot.copied")
 
-    @asynccontextmanager
-    async def _draft(self, final: Path) -> AsyncGenerator[Path]:
-        """A directory that takes the name `final` if all goes well, and disappears otherwise."""
-        partial = self._aside(final)
+        async def finish() -> None:
+            with drafting:
+                await _all(_of_part(rest, directory) for directory, rest in rests.items())
+                crash_point("snapshot.after_parts")
+                await asyncio.wrap_future(beside(f"making {final} durable", partial(_complete, draft, about)))
+                crash_point("snapshot.before_rename")
+                draft.rename(final)
+                sync(self.directory)
+            crash_point("snapshot.after_rename")
+            with attempt(f"remove old snapshots in {self.directory}", self.directory):
+                self._thin_out(step)
+
+        return finish
+
+    def written_bytes(self) -> int:
+        """Of this process's drafts so far: it grows while something moves."""
+        return sum(map(_size, self.directory.glob(f"{self._aside(Path('*')).name}/**/*")))
+
+    @contextmanager
+    def _draft(self, final: Path) -> Generator[Path]:
+        """A new directory to fill and to rename to `final`; what is left of it disappears."""
+        draft = self._aside(final)
         try:
-            with attempt(f"write snapshot {final}", self._directory):
+            with attempt(f"write snapshot {final}", self.directory):
                 self._make_way(final)
-                partial.mkdir()
-                yield partial
-                partial.rename(final)
-                sync(self._directory)
+                draft.mkdir()
+                yield draft
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
 
     def _make_way(self, final: Path) -> None:
         if not final.exists():
@@ -184,7 +207,7 @@ class SnapshotStore:
             return Snapshot(path, found.step, found.state, found.score, tuple(warnings))
         if damages:
             raise SnapshotError(
-                f"no good snapshot is left in {self._directory}: {'; '.join(damages)}; "
+                f"no good snapshot is left in {self.directory}: {'; '.join(damages)}; "
                 "put one back from a copy, or start again with another run.dir"
             )
         return None
@@ -203,7 +226,7 @@ class SnapshotStore:
     @property
     def steps(self) -> list[int]:
         """Steps of all snapshots, good or not, newest first."""
-        found = (_NAME.fullmatch(path.name) for path in self._directory.iterdir())
+        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def _by_score(self, steps: Iterable[int]) -> list[int]:
@@ -219,22 +242,42 @@ class SnapshotStore:
         return [step for _, step in sorted(scored, reverse=True)]
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"step-{step:08d}"
+        return self.directory / f"step-{step:08d}"
 
     def _aside(self, path: Path) -> Path:
         return path.with_name(f"{path.name}.partial-{os.getpid()}")
 
 
-async def _fill(directory: Path, fill: Part) -> None:
-    os.mkdir(directory)
+async def _of_part(work: Callable[[], Awaitable[T]], directory: Path) -> T:
+    """What `work` gives, which writes the part of a snapshot that is in `directory`."""
     try:
-        waiting = fill(directory)
-        if inspect.isawaitable(waiting):
-            await waiting
+        return await work()
     except TandemError:
         raise
     except (RuntimeError, SafetensorError) as error:  # how torch.save and safetensors report a full disk
         raise SnapshotError(f"cannot write snapshot part {directory}: {error}; {room(directory)}") from error
+
+
+async def _all(works: Iterable[Awaitable[None]]) -> None:
+    """Until all have ended; raises what the first of those did that failed."""
+    ends = await asyncio.gather(*works, return_exceptions=True)
+    for error in ends:
+        if error is not None:
+            raise error
+
+
+def _complete(draft: Path, about: Manifest) -> None:
+    """All of it is on the disk, with its list."""
+    files = manifest.seal(draft)
+    crash_point("snapshot.manifest")
+    manifest.write(draft, replace(about, files=files))
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _alive(process: int) -> bool:

@@ -2,7 +2,7 @@
 
 The main thread runs the methods; the links' thread notices the end of the link, and tells where the process stands, in the
 middle of a computation too. A role whose ranks meet in collectives runs its calls one after the other, so that all ranks
-meet in the same order; other roles' calls may overlap where they wait.
+meet in the same order, but for those that are registered as `beside`; other roles' calls may overlap where they wait.
 """
 
 from __future__ import annotations
@@ -160,9 +160,11 @@ class Worker:
 
     async def _do(self, role: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         worker = self._workers[role]
-        if not any(hasattr(vars(kind).get(name), "__tandem_call__") for kind in type(worker).__mro__):
+        marked = (vars(kind).get(name) for kind in type(worker).__mro__)
+        method = next((method for method in marked if hasattr(method, "__tandem_call__")), None)
+        if method is None:
             raise RunError(f"{type(worker).__name__}.{name} is not registered in worker {role!r}; decorate it with @register")
-        async with self._turns.get(role, nullcontext()):
+        async with nullcontext() if method.__tandem_beside__ else self._turns.get(role, nullcontext()):
             return await getattr(worker, name)(*args, **kwargs)
 
     def stacks(self) -> str:

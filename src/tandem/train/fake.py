@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -131,13 +131,20 @@ class FakeTrainEngine:
         """Nothing moves."""
 
     def save(self, path: Path) -> None:
+        self.snapshot()(path)
+
+    def snapshot(self) -> Callable[[Path], None]:
         if self._trouble or self.table.grad is not None:
             raise EngineError("a gradient is pending and would not be saved: step first")
         table = cast("list[list[float]]", self.table.tolist())
-        state = {"table": table, "updates": self._updates, "refused": self._refused}
-        with attempt(f"write the training state to {path}", path):
-            path.mkdir(parents=True, exist_ok=True)
-            (path / "fake.json").write_text(json.dumps(state))
+        state = json.dumps({"table": table, "updates": self._updates, "refused": self._refused})
+
+        def write(path: Path) -> None:
+            with attempt(f"write the training state to {path}", path):
+                path.mkdir(parents=True, exist_ok=True)
+                (path / "fake.json").write_text(state)
+
+        return write
 
     def load_weights(self, path: Path) -> None:
         """The table that `save` wrote there stands for a Hugging Face directory."""

@@ -57,7 +57,8 @@ def fsdp_engine(decoder: LanguageModel, config: TrainConfig, fsdp: FsdpConfig, w
 
     limit_s: of each collective between shards or replicas. Raises DeviceError where the ranks cannot be `fsdp.replicas` copies.
     """
-    return TorchEngine(decoder, config, Shards(decoder, device.mesh(where, fsdp.replicas, limit_s), offload=fsdp.offload))
+    mesh, writing = device.mesh(where, fsdp.replicas, limit_s), device.group_apart(limit_s)
+    return TorchEngine(decoder, config, Shards(decoder, mesh, writing, offload=fsdp.offload))
 
 
 class _Root(nn.Module):
@@ -72,10 +73,13 @@ class _Root(nn.Module):
 
 
 class Shards:
-    """Implements ranks.Ranks over a mesh of axes "replica" and "shard"; dimension 0 of each weight is cut along the latter."""
+    """Implements ranks.Ranks over a mesh of axes "replica" and "shard"; dimension 0 of each weight is cut along the latter.
 
-    def __init__(self, decoder: LanguageModel, mesh: DeviceMesh, *, offload: bool = False) -> None:
-        self._mesh = mesh
+    writing: of the same ranks, who meet there only to write files.
+    """
+
+    def __init__(self, decoder: LanguageModel, mesh: DeviceMesh, writing: dist.ProcessGroup, *, offload: bool = False) -> None:
+        self._mesh, self._writing = mesh, writing
         home = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
         policy = MixedPrecisionPolicy(param_dtype=decoder.gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in decoder.layers:
@@ -123,7 +127,7 @@ class Shards:
         return ((start,) + (0,) * (weight.ndim - 1), here) if here.numel() else None
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        shard_files.write(path, tensors)
+        shard_files.write(path, tensors, self._writing)
 
     def shapes(self, path: Path) -> Mapping[str, tuple[int, ...]]:
         return shard_files.shapes(path)

@@ -68,7 +68,7 @@ class Ranks(Protocol):
         ...
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Whole tensors, each once, to files in the new directory `path`. Raises OSError."""
+        """Whole tensors, each once, to files in the new directory `path`; also beside other calls. Raises OSError."""
         ...
 
     def shapes(self, path: Path) -> Mapping[str, tuple[int, ...]]:

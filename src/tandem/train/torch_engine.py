@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -277,19 +278,31 @@ class TorchEngine:
         Of a model with an adapter the weights are the adapter's, and a fingerprint stands for those that it goes with.
         Raises EngineError while a gradient is pending, SnapshotError where the files cannot be written.
         """
+        self._write(self._state(), path)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """See ports.TrainEngine; the copy is on the host. Raises EngineError while a gradient is pending."""
+        state = self._state()
+        weights, moments = ({name: each.to("cpu", copy=True) for name, each in part.items()} for part in state[:2])
+        return partial(self._write, state._replace(weights=weights, optimizer=moments))
+
+    def _state(self) -> _State:
+        """What `load` needs, without a copy."""
         self._check_idle("would not be saved")
-        weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        state: dict[str, Tensor] = {
-            f"{field}/{name}": value for name, fields in self._optimizer.state.items() for field, value in fields.items()
-        }
-        counters = {"format": _FORMAT, "updates": self._updates, "refused": self._refused, "base": self._base}
+        return _State(
+            {name: parameter.detach() for name, parameter in self._parameters.items()},
+            {f"{field}/{name}": value for name, fields in self._optimizer.state.items() for field, value in fields.items()},
+            {"format": _FORMAT, "updates": self._updates, "refused": self._refused, "base": self._base},
+        )
+
+    def _write(self, state: _State, path: Path) -> None:
         with self._ranks.meeting("save"), attempt(f"write the training state to {path}", path):
             path.mkdir(parents=True, exist_ok=True)
-            self._ranks.write(path / _MODEL, weights)
+            self._ranks.write(path / _MODEL, state.weights)
             crash_point("train.in_save")
-            self._ranks.write(path / _OPTIMIZER, state)
+            self._ranks.write(path / _OPTIMIZER, state.optimizer)
             if self._ranks.index == 0:
-                (path / _STATE).write_text(json.dumps(counters) + "\n")
+                (path / _STATE).write_text(json.dumps(state.counters) + "\n")
 
     def load(self, path: Path) -> None:
         """From the directory that `save` wrote, on as many ranks or other ones; a pending gradient is dropped.
@@ -330,6 +343,14 @@ class TorchEngine:
                 parameter.copy_(weights[name])
         self._clear()
         self._updates, self._refused = updates, refused
+
+
+class _State(NamedTuple):
+    """What is saved: tensors by name, and what is counted."""
+
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    counters: Mapping[str, int | str | None]
 
 
 class _PassLoss(NamedTuple):

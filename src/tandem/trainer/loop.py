@@ -49,7 +49,7 @@ async def train(
             metrics += await source.advance(policy)  # acknowledges the lease; the gate is the new policy's
             metrics += clock.metrics(sum(batch.lengths))
             tracker.log(measured(metrics), policy.version)
-            await hooks.after_step(policy, metrics)  # snapshot (commits the queue) and evaluation, when due
+            await hooks.after_step(policy, metrics)  # snapshot and evaluation, when due
             if policy.version >= steps:
                 break
             metrics, clock = Metrics(), _Clock()

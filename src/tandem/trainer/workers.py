@@ -8,7 +8,10 @@ Legend: N packed tokens.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -19,6 +22,7 @@ from tandem.algos.segments import CountedTokens, row_sum
 from tandem.checkpoint.rank import RankWeights
 from tandem.checkpoint.transport import Outlet
 from tandem.data_proto import DataProto
+from tandem.durable import beside
 from tandem.errors import EmptyBatchError
 from tandem.faults import crash_point
 from tandem.ports import Collect, Dispatch, TrainEngine, TransferQueue, register
@@ -36,6 +40,7 @@ class ModelWorker:
         self.engine = engine
         self._queue = queue
         self._weights = RankWeights(engine)
+        self._writing: Future[None] | None = None
 
     @register(Dispatch.SPLIT, Collect.SUM)
     async def forward(self, batch: BatchRef, outputs: Mapping[str, str], against: str | None = None, top: int = 0) -> Metrics:
@@ -89,9 +94,21 @@ class ModelWorker:
         self.engine.load_weights(path)
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
-    async def save(self, path: Path) -> None:
-        """Everything that `load` needs to go on bit for bit."""
-        self.engine.save(path)
+    async def save(self, path: Path, copied: bool = False) -> None:
+        """Everything that `load` needs to go on bit for bit; it is written when `saved` returns.
+
+        copied: this call returns when that is copied, and a thread writes it, whatever else is called meanwhile.
+        """
+        if copied:
+            self._writing = beside(f"saving to {path}", partial(self.engine.snapshot(), path))
+        else:
+            self.engine.save(path)
+
+    @register(Dispatch.BROADCAST, Collect.FIRST, beside=True)
+    async def saved(self) -> None:
+        """Until nothing is being written any more. Raises what went wrong with the last `save`."""
+        if self._writing is not None:
+            await asyncio.wrap_future(self._writing)
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def load(self, path: Path) -> None:
