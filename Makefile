@@ -9,8 +9,9 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-# Tests run in a process a core, each test file in one of them, since its tests share what its fixtures made.
-CORES := -n auto --dist loadfile
+# Tests run in a process a core, neighbours in one of them, since they share what their fixtures made; who is done early takes
+# half of what another one still has before it.
+CORES := -n auto --dist worksteal
 
 # Waiting threads sleep instead of spinning: on a busy machine that is the difference between minutes and hours.
 export OMP_WAIT_POLICY ?= passive

@@ -70,7 +70,7 @@ def forked(
     log: Path,
     *,
     crash_at: str | None = None,
-    limit_s: float = 120,
+    limit_s: float = 240,
     environment: Mapping[str, str] | None = None,
     before: Callable[[], None] | None = None,
 ) -> int:

@@ -193,7 +193,6 @@ def test_dynamic_sampling_trains_on_groups_that_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 7])
 def test_the_quickstart_learns(seed: int, tmp_path: Path) -> None:
     assert tandem("train", str(ROOT / "recipes" / "quickstart.yaml"), f"seed={seed}", f"run.dir={tmp_path / 'run'}") == 0

@@ -85,7 +85,7 @@ class Run:
         temporary.mkdir(exist_ok=True)
         before = self._log.stat().st_size if self._log.exists() else 0
         more = {**self._setting.environment, **environment, MARK: self._mark, "TMPDIR": str(temporary)}
-        code = forked([*self._command, *(["--resume"] if begun else [])], self._log, environment=more, limit_s=240)
+        code = forked([*self._command, *(["--resume"] if begun else [])], self._log, environment=more)
         nothing_is_left(self._mark, temporary)
         return code, self._log.read_bytes()[before:].decode()
 
