@@ -97,7 +97,7 @@ def test_ending_early_passes_nothing() -> None:
 
 
 def test_a_loop_costs_its_own_answer_alone() -> None:
-    results = judged(TESTS, "def square(x):\n    while True: pass\n", SQUARE, wall_s=1.0)
+    results = judged(TESTS, "def square(x):\n    while True: pass\n", SQUARE, wall_s=3.0)
     assert [result.value for result in results] == [0, 1]
 
 

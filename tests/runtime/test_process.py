@@ -166,7 +166,7 @@ def test_a_call_without_progress_shows_where_each_rank_stands(run: Callable[...,
         with pytest.raises(WorkerError, match=r"policy\.sleep stalled"):
             await group.call(Worker.pid)
 
-    run(use, limit_s=0.5)
+    run(use, limit_s=1.0)
 
 
 def test_a_call_that_waits_shows_what_it_waits_for(run: Callable[..., None]) -> None:
@@ -174,7 +174,7 @@ def test_a_call_that_waits_shows_what_it_waits_for(run: Callable[..., None]) -> 
         with pytest.raises(StalledError, match=r"policy\.wait:\n(?s:.*)await self\.for_ever\(\)(?s:.*)await asyncio\.Event"):
             await group.call(Worker.wait)
 
-    run(use, ranks=1, limit_s=0.5)
+    run(use, ranks=1, limit_s=1.0)
 
 
 @pytest.mark.parametrize(("method", "shows"), [(Worker.stop, "stopped"), (Worker.keep_the_interpreter, "keep_the_interpreter")])
@@ -183,7 +183,7 @@ def test_a_worker_that_cannot_answer_is_no_hang(run: Callable[..., None], method
         with pytest.raises(StalledError, match=rf"does not say where it stands(?s:.*){shows}"):
             await group.call(method)
 
-    run(use, ranks=1, limit_s=0.3)
+    run(use, ranks=1, limit_s=1.0)
 
 
 def test_progress_postpones_the_limit(run: Callable[..., None]) -> None:
