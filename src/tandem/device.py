@@ -10,7 +10,7 @@ import importlib.util
 import os
 import platform
 import resource
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -97,6 +97,20 @@ class Device:
             return Memory(int(free), int(total))
         page = os.sysconf("SC_PAGE_SIZE")
         return Memory(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)
+
+    def moved(self, tensor: Tensor, where: Literal["device", "host"]) -> Tensor:
+        """The tensor here, or in the host's memory: itself where it is there already, as it always is on the CPU."""
+        return tensor.to(self.torch if where == "device" else "cpu")
+
+    def held_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Of the memory of these that is here, what they share once; 0 for the CPU, whose memory is the host's."""
+        if self.kind == "cpu":
+            return 0
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == self.torch]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+CPU = Device("cpu")
 
 
 def select(name: str = "auto") -> Device:

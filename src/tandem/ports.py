@@ -38,6 +38,9 @@ from tandem.types import (
 from tandem.weights import Held, OpenedWeights, SentWeights, WeightBlock, WeightLayout, WeightPart, WeightPiece, WeightShard
 
 Place = Literal["device", "host"]
+"""On the host nothing is computed or sampled; optimiser state, weights (unless another engine reads them) and caches leave the
+device, if that is not the CPU. `place` gives the bytes that lie on the device then, by what they are; none where it is the CPU.
+"""
 
 # ----------------------------------------------------------------------------------------------------- weights
 
@@ -99,7 +102,7 @@ class TrainEngine(Protocol):
 
     def layout(self) -> WeightLayout: ...
     def weight_shards(self) -> Iterator[WeightShard]: ...
-    def place(self, where: Place) -> None: ...
+    def place(self, where: Place, *, weights: bool = True) -> Mapping[str, int]: ...  # EngineError while a gradient is pending
 
     def save(self, path: Path) -> None:
         """Everything that `load` needs to go on bit for bit, as files in the directory `path`."""
@@ -150,7 +153,7 @@ class RolloutEngine(Protocol):
         """Ends these requests: each gives a last chunk with stop "abort", after the tokens it has. Unknown keys are fine."""
         ...
 
-    async def place(self, where: Place) -> None: ...
+    async def place(self, where: Place) -> Mapping[str, int]: ...  # running requests keep their place
     async def close(self) -> None: ...
 
 
@@ -464,7 +467,7 @@ class Source(Protocol):
         ...
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        """Around plan and update: where engines share hardware they are paused and placed here."""
+        """Around plan and update: where engines share hardware it changes hands here."""
         ...
 
     def state(self) -> dict[str, Json]: ...

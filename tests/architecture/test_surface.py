@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 PORTS = {
     "WeightSource": "blocks shards shared",
-    "TrainEngine": "evaluate forward forward_backward layout load load_weights place reset_optimizer save snapshot step "
-    "weight_shards",
+    "TrainEngine": "evaluate forward forward_backward layout load load_weights place reset_optimizer save snapshot "
+    "step weight_shards",
     "RolloutEngine": "abort capabilities close generate held load_weights pause place policy resume",
     "CheckpointEngine": "aclose admitted connect publish",
     "TransferQueue": "ack commit drop get metrics put release reserve restore save take write",

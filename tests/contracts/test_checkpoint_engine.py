@@ -8,7 +8,7 @@ parameters, as a run in one process does. Trainers of two ranks hold the rows of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,7 +82,7 @@ class Rollout:
     async def abort(self, keys: Collection[Key]) -> None:
         raise NotImplementedError
 
-    async def place(self, where: Place) -> None:
+    async def place(self, where: Place) -> Mapping[str, int]:
         raise NotImplementedError
 
     async def close(self) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -382,7 +382,7 @@ def test_host_and_back(make: Make) -> None:
         await finished(whole)
         consumer = Consumer(engine, request(max_tokens=40))
         await turns(15)
-        await engine.place("host")
+        assert isinstance(await engine.place("host"), Mapping)  # of what is left there
         await turns()
         before = list(consumer.tokens)
         assert 0 < len(before) < 40

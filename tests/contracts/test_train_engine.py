@@ -544,6 +544,26 @@ def test_a_snapshot_is_what_a_save_was_when_it_was_taken(make: Subject, tmp_path
         engine.snapshot()(tmp_path / "file")
 
 
+def test_host_and_back(make: Subject) -> None:
+    """Nothing is computed on the host, and training goes on as if nothing had been."""
+    engine, still = make(), make()
+    for seed in range(3):
+        for each in (engine, still):
+            each.forward_backward(make_rows([4, 7, 3], seed), make.loss)
+            if each is engine and seed == 1:
+                with pytest.raises(EngineError, match="pending"):
+                    each.place("host")
+            each.step()
+        engine.place("host", weights=seed == 0)
+        assert equal(weights(engine), weights(still))
+        with pytest.raises(EngineError, match="on the host"):
+            engine.forward_backward(rows(), make.loss)
+        with pytest.raises(EngineError, match="on the host"):
+            engine.forward(rows(), frozenset({make.output}))
+        engine.place("device")
+    assert equal(weights(engine), weights(still))
+
+
 def test_an_optimiser_that_is_reset_goes_on_by_the_same_schedule_and_from_disk(make: Subject, tmp_path: Path) -> None:
     engine = make(TrainConfig(lr=0.01, schedule="linear", total_steps=10, micro_batch_tokens=16))
     for seed in range(3):

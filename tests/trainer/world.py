@@ -6,6 +6,7 @@ import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,14 @@ class TableEngine:
     def weight_shards(self) -> Iterator[WeightShard]:
         yield WeightShard("table", (len(LETTERS),), (0,), self.table.detach())
 
-    def place(self, where: Place) -> None: ...
+    def place(self, where: Place, *, weights: bool = True) -> Mapping[str, int]:
+        return {}
 
     def save(self, path: Path) -> None:
-        torch.save(self.table.detach(), path)
+        self.snapshot()(path)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        return partial(torch.save, self.table.detach().clone())
 
     def load(self, path: Path) -> None:
         with torch.no_grad():
@@ -131,8 +136,9 @@ class TableRollout:
 
     async def abort(self, keys: Collection[Key]) -> None: ...
 
-    async def place(self, where: Place) -> None:
+    async def place(self, where: Place) -> Mapping[str, int]:
         self.events.append(where)
+        return {}
 
     async def close(self) -> None: ...
 

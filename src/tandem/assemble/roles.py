@@ -117,6 +117,10 @@ class Roles:
         """Those whose weights change in the phase, and are a part of each snapshot."""
         return tuple(role for role in self.all if role.objective is not None or role.reset_every)
 
+    def trained(self, policy: WorkerGroup) -> dict[str, WorkerGroup]:
+        """The workers that are trained in the phase, by role."""
+        return {"policy": policy, **{role.name: role.workers for role in self.all if role.objective}}
+
     @property
     def copies(self) -> tuple[Role, ...]:
         """Those whose model is the policy's as the phase begins."""

@@ -17,7 +17,7 @@ Legend: n live rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,11 +124,12 @@ class NativeEngine(SteppingEngine):
             found[place] = next_logprobs(self._decoder, hidden, torch.ones(1), cache)[0, tokens[place + 1]].item()
         return found
 
-    async def place(self, where: Place) -> None:
+    async def place(self, where: Place) -> Mapping[str, int]:
         """On the host the cache is freed; weights stay, since they may be the trainer's."""
-        await super().place(where)
+        held = await super().place(where)
         if where == "host":
             self._reset()
+        return held
 
     # ------------------------------------------------------------------------------------------------- one step
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec
 
@@ -115,10 +115,12 @@ class SteppingEngine(ABC):
         for stream in [stream for stream in self._live if stream.request.key in wanted]:
             self._end(stream, "abort")
 
-    async def place(self, where: Place) -> None:
+    async def place(self, where: Place) -> Mapping[str, int]:
+        """See ports.RolloutEngine; of an engine that runs on the CPU."""
         self._deliver_all()
         self._where = where
         self._wake()
+        return {}
 
     async def close(self) -> None:
         """Ends all requests as "abort"; the engine serves no more."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -38,6 +38,7 @@ class FakeTrainEngine:
     def __init__(self, vocab_size: int, config: TrainConfig) -> None:
         self.table = torch.zeros(vocab_size, vocab_size, requires_grad=True)
         self.config = config
+        self._where: Place = "device"
         self._updates = self._refused = 0
         self._trouble = ""
 
@@ -86,6 +87,7 @@ class FakeTrainEngine:
 
     def _predict(self, batch: DataProto) -> tuple[Tensor, Tensor, Tensor]:
         """The distribution at each place [N, V], then logprob of each masked token and entropy there, [N], 0 elsewhere."""
+        self._check_placed()
         tokens, mask = batch["tokens"], batch["mask"]
         starts = torch.tensor(batch.offsets[:-1], dtype=torch.int64)[batch.lengths > 0]
         if bool(mask[starts].any()):
@@ -98,6 +100,7 @@ class FakeTrainEngine:
         return predicted, torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
 
     def step(self) -> Metrics:
+        self._check_placed()
         if self.table.grad is None and not self._trouble:
             raise EmptyBatchError("no token has counted since the last step: there is no gradient to step along")
         gradient = torch.zeros_like(self.table) if self.table.grad is None else self.table.grad
@@ -127,8 +130,16 @@ class FakeTrainEngine:
     def weight_shards(self) -> Iterator[WeightShard]:
         yield WeightShard("table", tuple(self.table.shape), (0, 0), self.table.detach())
 
-    def place(self, where: Place) -> None:
+    def place(self, where: Place, *, weights: bool = True) -> Mapping[str, int]:
         """Nothing moves."""
+        if where == "host" and (self._trouble or self.table.grad is not None):
+            raise EngineError("a gradient is pending and would stay on the device: step first")
+        self._where = where
+        return {}
+
+    def _check_placed(self) -> None:
+        if self._where == "host":
+            raise EngineError("the engine is on the host and computes on the device: place it there first")
 
     def save(self, path: Path) -> None:
         self.snapshot()(path)

@@ -27,6 +27,7 @@ from tandem.algos.checks import keep
 from tandem.algos.functions import loss_function
 from tandem.algos.terms import TokenLoss, scope_of
 from tandem.data_proto import DataProto
+from tandem.device import CPU, Device
 from tandem.durable import attempt
 from tandem.errors import ColumnError, EmptyBatchError, EngineError, ModelError, NonFiniteError, SnapshotError
 from tandem.faults import crash_point
@@ -49,11 +50,14 @@ _MODEL, _OPTIMIZER, _STATE = "model", "optimizer", "engine.json"
 class TorchEngine:
     """Implements ports.TrainEngine. The decoder's parameters are float32 and stay where they are in memory.
 
-    ranks: those that hold the decoder together, and then all of them make every call, each with its own rows.
+    ranks: those that hold the decoder together, and then all of them make every call, each with its own rows. home: the device that
+    it computes on, where the decoder is; ranks have none but the CPU.
     """
 
-    def __init__(self, decoder: LanguageModel, config: TrainConfig, ranks: Ranks | None = None) -> None:
+    def __init__(self, decoder: LanguageModel, config: TrainConfig, ranks: Ranks | None = None, home: Device = CPU) -> None:
         self.decoder = decoder
+        self._home = home
+        self._where: Place = "device"
         self.config = config
         self._ranks: Ranks = ranks or OneRank(decoder)
         decoder.recompute = config.activation_checkpointing
@@ -135,6 +139,7 @@ class TorchEngine:
         whole_groups, a group passes whole if one of its rows does. A rank that has fewer passes than another makes up
         for them with a row without tokens.
         """
+        self._check_placed()
         ends = torch.zeros(len(batch), dtype=torch.int64)
         ends.scatter_reduce_(0, batch.row_of_token, torch.arange(1, batch.num_tokens + 1) * batch["mask"], "amax")
         padding = self.decoder.pads
@@ -172,6 +177,7 @@ class TorchEngine:
 
     def step(self) -> Metrics:
         """See ports.TrainEngine. Raises EmptyBatchError where no token has counted since the last step."""
+        self._check_placed()
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         if not gradients and not self._trouble:
             raise EmptyBatchError("no token has counted since the last step: there is no gradient to step along")
@@ -216,6 +222,10 @@ class TorchEngine:
             if here is not None and not bool(torch.isfinite(here[1]).all()):
                 return f"the gradient of {name} is not finite"
         return ""
+
+    def _check_placed(self) -> None:
+        if self._where == "host":
+            raise EngineError("the engine is on the host and computes on the device: place it there first")
 
     def _check_idle(self, why: str) -> None:
         """Raises EngineError where something was passed back and no step was taken since."""
@@ -267,8 +277,23 @@ class TorchEngine:
             adapter.base = fingerprint(whole)
         self.reset_optimizer()
 
-    def place(self, where: Place) -> None:
-        """Nothing moves: the weights are where a rollout engine of this process reads them."""
+    def place(self, where: Place, *, weights: bool = True) -> Mapping[str, int]:
+        """See ports.TrainEngine. Parameters stay the same objects, whose memory is another."""
+        if where == "host":
+            self._check_idle("would stay on the device")
+        self._where = where
+        if self._home.kind == "cpu":
+            return {}
+        for fields in self._optimizer.state.values():
+            fields.update({field: self._home.moved(value, where) for field, value in fields.items()})
+        for tensor in self._weights() if weights else ():
+            tensor.data = self._home.moved(tensor.data, where)
+        moments = [value for fields in self._optimizer.state.values() for value in fields.values()]
+        return {"weights": self._home.held_bytes(self._weights()), "optimizer": self._home.held_bytes(moments)}
+
+    def _weights(self) -> list[Tensor]:
+        """All of the model, trained or not."""
+        return [*self.decoder.parameters(), *self.decoder.buffers()]
 
     # -------------------------------------------------------------------------------------------- on disk
 
@@ -336,7 +361,7 @@ class TorchEngine:
         state: dict[str, dict[str, Tensor]] = {}
         for key, value in optimizer.items():
             field, _, name = key.partition("/")
-            state.setdefault(name, {})[field] = value
+            state.setdefault(name, {})[field] = self._home.moved(value, self._where)
         self._optimizer.state = state
         with torch.no_grad():
             for name, parameter in self._parameters.items():

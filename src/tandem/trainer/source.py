@@ -27,11 +27,12 @@ from tandem.algos.functions import keep_function
 from tandem.data_proto import DataProto
 from tandem.errors import RewardError, RunError
 from tandem.faults import crash_point
-from tandem.ports import LLM, AgentLoop, Dataset, Lease, Reward, RolloutEngine, TransferQueue
+from tandem.ports import LLM, AgentLoop, Dataset, Lease, Reward, RolloutEngine, TransferQueue, WorkerGroup
 from tandem.track.trace import Span
 from tandem.trainer.ahead import run_ahead
 from tandem.trainer.credit import credit
 from tandem.trainer.episodes import RAISED, first_error, run_episode, until_enough
+from tandem.trainer.handover import Side, hand_over
 from tandem.trainer.intake import Intake
 from tandem.trainer.plan import NOTHING, Plan
 from tandem.trainer.rows import (
@@ -119,8 +120,9 @@ class RolloutSource:
     ahead: stages that run on groups as they are put, while others are sampled; a batch has their columns.
     reward: None where nobody judges, and column `rewards` is not given. reads: the columns that the plan and the update read; of
     those in `costly` only these are made. components: the names of column `reward_components`, in order; each reward must have
-    them. record: of an episode, for people, from when its group is put. tells: the columns that credit.py adds to it, which a batch
-    has when it was trained on.
+    them. trainers: by role, those that share the engines' device; the engines read the weights of role "policy" where they are.
+    record: of an episode, for people, from when its group is put. tells: the columns that credit.py adds to it, which a batch has
+    when it was trained on.
     """
 
     costly: ClassVar[frozenset[str]] = frozenset({"reward_baselines", "reward_components"})
@@ -149,12 +151,13 @@ class RolloutSource:
         ahead: Plan = NOTHING,
         tells: frozenset[str] = frozenset(),
         components: Sequence[str] = (),
+        trainers: Mapping[str, WorkerGroup] | None = None,
         space: str = "train",
         shuffled: bool = True,
     ) -> None:
         self.dataset, self._agent, self._reward = dataset, agent, reward
         self._make_llm, self._params, self._seed = make_llm, params, seed
-        self._queue, self._engines = queue, tuple(engines)
+        self._queue, self._engines, self._trainers = queue, tuple(engines), trainers or {}
         self._schedule, self._config = schedule, config
         self._reads, self._components, self._record = reads, tuple(components), record
         self._min_episodes = algorithm.min_episodes
@@ -181,6 +184,8 @@ class RolloutSource:
 
     async def __aiter__(self) -> AsyncGenerator[BatchRef]:
         self._timeline = Timeline()
+        if self._schedule.placement == "colocated":
+            await self._hand_over("rollout")
         behind = [asyncio.create_task(self._admit(), name="admission"), *self._stages()]
         try:
             while True:
@@ -214,22 +219,19 @@ class RolloutSource:
 
     @asynccontextmanager
     async def training(self) -> AsyncGenerator[None]:
-        """Colocated: engines are paused and off the device inside, and back and running after."""
+        """Colocated: the device is the trainers' inside, and the rollout engines' after; not after an error, which ends the run."""
         if self._schedule.placement == "separate":
             yield
             return
         with self._timeline.held():
-            for engine in self._engines:
-                await engine.pause()
-                await engine.place("host")
-                crash_point("handover.to_trainer")
-            try:
-                yield
-            finally:
-                for engine in self._engines:
-                    await engine.place("device")
-                    await engine.resume()
-                    crash_point("handover.to_rollout")
+            await self._hand_over("training")
+            crash_point("handover.to_trainer")
+            yield
+            await self._hand_over("rollout")
+            crash_point("handover.to_rollout")
+
+    async def _hand_over(self, side: Side) -> None:
+        await hand_over(side, self._trainers, self._engines, lent=frozenset({"policy"}))
 
     def state(self) -> dict[str, Json]:
         """To be read right after the queue's `save`, with nothing awaited in between: the two belong together."""

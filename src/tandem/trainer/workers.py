@@ -25,7 +25,7 @@ from tandem.data_proto import DataProto
 from tandem.durable import beside
 from tandem.errors import EmptyBatchError
 from tandem.faults import crash_point
-from tandem.ports import Collect, Dispatch, TrainEngine, TransferQueue, register
+from tandem.ports import Collect, Dispatch, Place, TrainEngine, TransferQueue, register
 from tandem.trainer.fetch import fetch
 from tandem.types import Algorithm, BatchRef, Metric, Metrics
 from tandem.weights import OpenedWeights, SentWeights, WeightPart, wire_hash
@@ -117,6 +117,11 @@ class ModelWorker:
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def reset_optimizer(self) -> None:
         self.engine.reset_optimizer()
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def place(self, where: Place, weights: bool = True) -> Mapping[str, int]:
+        """See ports.TrainEngine."""
+        return self.engine.place(where, weights=weights)
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def peak_memory(self) -> int:
