@@ -6,9 +6,11 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tandem.train.torch_engine import TorchEngine
 from tests.e2e.runs import started, write_recipe
 from tests.faults.kills import MARK, nothing_is_left
 
@@ -32,6 +34,32 @@ def test_ctrl_c_ends_a_run_in_order_and_a_second_one_at_once(times: int, tmp_pat
     if times == 1:
         assert f"interrupted; go on with: tandem train {tmp_path / 'tiny.yaml'} run.dir={run} trainer.steps=1000 --resume" in said
     nothing_is_left(mark, tmp_path / "tmp")
+
+
+def slow_disk() -> None:
+    write = TorchEngine._write
+
+    def wrote(self: TorchEngine, state: Any, path: Path) -> None:
+        time.sleep(1.0)
+        write(self, state, path)
+
+    TorchEngine._write = wrote  # type: ignore[method-assign]
+
+
+def test_ctrl_c_lets_the_snapshot_that_is_being_written_become_whole(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    command = ["train", str(write_recipe(tmp_path)), f"run.dir={run}", "warmup=null", "trainer.steps=1000"]
+    process = started(command, log, {}, slow_disk)
+    assert process.pid is not None
+    until = time.monotonic() + 120
+    while not list(run.glob("snapshots/step-00000001.partial-*/train")) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not (run / "snapshots" / "step-00000001").exists()
+    os.kill(process.pid, signal.SIGINT)
+    process.join(120)
+    assert process.exitcode == 130, log.read_text()
+    assert [path.name for path in (run / "snapshots").iterdir()] == ["step-00000001"]
+    assert (run / "snapshots" / "step-00000001" / "manifest.json").is_file()
 
 
 def test_a_run_goes_on_where_nobody_reads_what_it_prints(tmp_path: Path) -> None:
