@@ -94,8 +94,8 @@ class SnapshotStore:
         with attempt(f"open {directory}", directory):
             directory.mkdir(parents=True, exist_ok=True)
             for path in list(directory.iterdir()):
-                partial = _PARTIAL.fullmatch(path.name)
-                if partial and not _alive(int(partial[1])):
+                draft = _PARTIAL.fullmatch(path.name)
+                if draft and not _alive(int(draft[1])):
                     shutil.rmtree(path)
 
     # ------------------------------------------------------------------------------------------------- writing
