@@ -159,7 +159,7 @@ def test_a_call_without_progress_shows_where_each_rank_stands(run: Callable[...,
         with pytest.raises(StalledError) as error:
             await group.call(Worker.sleep, 60.0, 1)
         text = str(error.value)
-        assert text.startswith("policy.sleep: nothing moved for 0.5 s; 1 of 2 ranks have not answered")
+        assert text.startswith("policy.sleep: nothing moved for 1 s; 1 of 2 ranks have not answered")
         assert "rank 1 (process" in text
         assert "rank 0 (process" not in text
         assert "time.sleep(seconds)" in text
