@@ -9,10 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.weights import BlockHash, WeightBlock, WeightPatch, WeightPiece, WeightShard
+from tandem.weights import AT_ONCE, BlockHash, WeightBlock, WeightPatch, WeightPiece, WeightShard
 
 Bytes = npt.NDArray[np.uint8]
-_AT_ONCE = 1 << 17  # numbers that are cast and compared at a time, so that all that comes of them stays in a processor's cache
 _INTEGERS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}  # bits: NaN equals itself, 0 is not -0
 
 
@@ -65,16 +64,23 @@ def _overwritten(before: Tensor, now: Tensor, growing: BlockHash) -> tuple[list[
 
     Where anything changed, every plane ends with its last byte, so that the next one begins as the first does.
     """
-    integers, numel = before.view(_INTEGERS[before.dtype.itemsize]).numpy(), len(before)
+    kind, numel = _INTEGERS[before.dtype.itemsize], len(before)
+    integers, per_word = before.view(kind).numpy(), 8 // before.dtype.itemsize
     planes = [_Plane(integers, 8 * byte) for byte in range(before.dtype.itemsize)]
-    for start in range(0, numel, _AT_ONCE):
-        new = now[start : start + _AT_ONCE].to("cpu", before.dtype)
+    words = np.empty(AT_ONCE // per_word, np.uint64)  # a word that is 0 says at once that none of its numbers changed
+    differ = words.view(integers.dtype)
+    for start in range(0, numel, AT_ONCE):
+        new = now[start : start + AT_ONCE].to("cpu", before.dtype)
         growing.update(new)
-        differ = integers[start : start + _AT_ONCE] ^ new.view(_INTEGERS[before.dtype.itemsize]).numpy()
-        if differ.any():
-            before[start : start + _AT_ONCE].copy_(new)
+        np.bitwise_xor(integers[start : start + AT_ONCE], new.view(kind).numpy(), out=differ[: len(new)])
+        differ[len(new) :] = 0
+        (changed,) = (words != 0).nonzero()
+        if len(changed):
+            before[start : start + AT_ONCE].copy_(new)
+            among = words[changed].view(integers.dtype)
             for plane in planes:
-                plane.add(((differ & plane.mask) != 0).nonzero()[0] + start)
+                (places,) = ((among & plane.mask) != 0).nonzero()
+                plane.add(start + changed[places // per_word] * per_word + places % per_word)
     if any(plane.last >= 0 for plane in planes):
         for plane in planes:
             if plane.last < numel - 1:
