@@ -104,3 +104,8 @@ def test_a_missing_package_of_an_extra_is_named(own: Callable[[str, str], None],
     requirements = ["torch>=2", *(f"no-such.engine<3,>=2; extra == '{extra}'" for extra in ("check", "test", "engine"))]
     monkeypatch.setattr(metadata, "requires", lambda name: requirements)
     assert message("adapter.py:Engine").endswith("which is not installed: pip install 'tandem-rl[engine]'")
+
+
+def test_letters_that_changed_places_come_first() -> None:
+    with pytest.raises(RegistryError, match="did you mean 'grpo'"):
+        resolve("gpro", {"gspo": "a:b", "grpo": "a:b", "gpo": "a:b"})

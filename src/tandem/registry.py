@@ -35,7 +35,9 @@ def resolve(name: str, table: Mapping[str, str], *, kind: str = "component") -> 
     if ":" not in name and name not in table:
         if name.endswith(".py"):
             raise RegistryError(f"{kind} {name!r} is a file, and not what is in it: write '{name}:NAME'")
-        near = difflib.get_close_matches(name, table, n=1)
+        near = sorted(
+            difflib.get_close_matches(name, table), key=lambda each: sorted(each) != sorted(name)
+        )  # letters that swapped first
         advice = f"; did you mean {near[0]!r}?" if near else "."
         known = ", ".join(sorted(table)) or "none"
         form = "'package.module:attr' or 'path/file.py:attr'"
