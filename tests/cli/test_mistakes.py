@@ -488,6 +488,11 @@ MISTAKES: dict[str, Mistake] = {
         "'one'",
         files={"a.jsonl": answered("one")},
     ),
+    "data without the answers that verl's form of a reward takes": train(
+        f"{ONE_TURN} {NOT_A_TASK} data.train.path=a.jsonl reward.function=mine.py:f",
+        *("task 'a-0'", "takes ground_truth", "no answer", "ground_truth=None"),
+        files={"a.jsonl": UNANSWERED, "mine.py": "def f(solution_str, ground_truth): return 1.0\n"},
+    ),
     "held-out data without answers": train(
         f"{ONE_TURN} data.heldout.task=null data.heldout.path=a.jsonl reward.function=numeric data.train.task=arithmetic",
         "'a-0'",

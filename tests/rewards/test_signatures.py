@@ -101,6 +101,26 @@ def test_verls_for_many_is_called_once_a_group() -> None:
     assert "returned 1 values for a group of 2" in values(lambda solution_strs: [1.0], VERL, "4", "5")
 
 
+def test_an_answer_that_verls_cannot_do_without_is_missed_before_anything_is_judged() -> None:
+    def one(solution_str: str, ground_truth: str) -> float:
+        return float(solution_str in ground_truth)
+
+    def many(solution_strs: Any, ground_truths: Any) -> list[float]:
+        return [1.0 for _ in solution_strs]
+
+    def without(solution_str: str, ground_truth: str | None = None) -> float:
+        return float(ground_truth is None)
+
+    unanswered = replace(VERL, answer=None)
+    for function, argument in ((one, "ground_truth"), (many, "ground_truths")):
+        assert adapted(function, "f", {})(VERL, ()) == []
+        with pytest.raises(RewardError, match=rf"'f' takes {argument}, and the task has no answer: (?s:.*){argument}=None"):
+            adapted(function, "f", {})(unanswered, ())
+    assert values(without, unanswered, "4") == [1]
+    assert values(lambda solution_str, **more: float(more["ground_truth"] is None), unanswered, "4") == [1]
+    assert adapted(one, "f", {"ground_truth": "4"})(unanswered, ()) == []
+
+
 def test_async_ones_wait_together() -> None:
     running = most = 0
 

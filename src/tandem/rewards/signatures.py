@@ -33,8 +33,8 @@ _MANY = {
 def adapted(function: Callable[..., Any], name: str, params: Mapping[str, Json], *, built_in: bool = False) -> RewardFunction:
     """`function` as one of (task, group), with its params. Raises RewardError where it is none of the three, or two of them.
 
-    For a group of nobody a built-in function looks at the task's answer. One of somebody's own is not called, and TRL's is a
-    RewardError where the task lacks its columns.
+    For a group of nobody a built-in function looks at the task's answer. One of somebody's own is not called: there is a
+    RewardError where TRL's lacks columns of the task, or verl's an answer that it cannot do without.
     """
     try:
         signature = inspect.signature(function)
@@ -63,17 +63,31 @@ def adapted(function: Callable[..., Any], name: str, params: Mapping[str, Json],
         except TypeError as error:
             raise RewardError(f"reward function {name!r} cannot be called as one of {_FORMS}: {error}") from None
 
+    def answered(task: Task) -> None:
+        needed = [each for each in ("ground_truth", "ground_truths") if each in signature.parameters.keys() - params.keys()]
+        if task.answer is None and any(signature.parameters[each].default is inspect.Parameter.empty for each in needed):
+            raise RewardError(
+                f"reward function {name!r} takes {needed[0]}, and the task has no answer: name its column (`answer`, or "
+                f"`reward_model.ground_truth` in verl's layout), or write {needed[0]}=None if the function does without"
+            )
+
     match found[0]:
         case "ours":
             check((), (), **params)
             return lambda task, group: function(task, group, **params) if group or built_in else []
         case "verl's":
             check(**taken(dict.fromkeys(_VERL)))
-            return lambda task, group: _one_by_one(function, name, [taken(_verl(task, episode)) for episode in group])
+
+            def one_by_one(task: Task, group: Sequence[Episode]) -> list[Any]:
+                answered(task)
+                return _one_by_one(function, name, [taken(_verl(task, episode)) for episode in group])
+
+            return one_by_one
         case "verl's for many":
             check(**taken(dict.fromkeys(_MANY)))
 
             def many(task: Task, group: Sequence[Episode]) -> Any:
+                answered(task)
                 rows = [_verl(task, episode) for episode in group]
                 given = taken({ours: [row[one] for row in rows] for ours, one in _MANY.items()})
                 return _scored(name, _result(function(**given))) if group else []
