@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem.checkpoint.under_way import UnderWay
 from tandem.train.torch_engine import TorchEngine
 from tests.e2e.runs import started, write_recipe
 from tests.faults.kills import MARK, nothing_is_left
@@ -36,23 +39,28 @@ def test_ctrl_c_ends_a_run_in_order_and_a_second_one_at_once(times: int, tmp_pat
     nothing_is_left(mark, tmp_path / "tmp")
 
 
-def slow_disk() -> None:
-    write = TorchEngine._write
+def slow_disk(copied: Path) -> None:
+    """Writing takes seconds; `copied` is there when the run goes on beside it."""
+    write, start = TorchEngine._write, UnderWay.start
 
     def wrote(self: TorchEngine, state: Any, path: Path) -> None:
-        time.sleep(1.0)
+        time.sleep(3.0)
         write(self, state, path)
 
-    TorchEngine._write = wrote  # type: ignore[method-assign]
+    def started_to_write(self: UnderWay, step: int, work: Coroutine[Any, Any, None]) -> None:
+        start(self, step, work)
+        copied.touch()
+
+    TorchEngine._write, UnderWay.start = wrote, started_to_write  # type: ignore[method-assign]
 
 
 def test_ctrl_c_lets_the_snapshot_that_is_being_written_become_whole(tmp_path: Path) -> None:
-    run, log = tmp_path / "run", tmp_path / "log"
+    run, log, copied = tmp_path / "run", tmp_path / "log", tmp_path / "copied"
     command = ["train", str(write_recipe(tmp_path)), f"run.dir={run}", "warmup=null", "trainer.steps=1000"]
-    process = started(command, log, {}, slow_disk)
+    process = started(command, log, {}, partial(slow_disk, copied))
     assert process.pid is not None
     until = time.monotonic() + 120
-    while not list(run.glob("snapshots/step-00000001.partial-*/train")) and time.monotonic() < until:
+    while not copied.exists() and time.monotonic() < until:
         time.sleep(0.01)
     assert not (run / "snapshots" / "step-00000001").exists()
     os.kill(process.pid, signal.SIGINT)
