@@ -1,61 +1,112 @@
-"""The laws of ports.RolloutEngine, for the native engine and the fake."""
+"""The laws of ports.RolloutEngine, for the native engine and the fake, here and in workers."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, closing
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 
+from tandem.device import Hardware
 from tandem.errors import EngineError
 from tandem.models.decoder import DecoderConfig, init_decoder
-from tandem.ports import RolloutEngine
-from tandem.rollout.fake import FakeEngine
+from tandem.ports import RolloutEngine, Runtime, WorkerGroup
 from tandem.rollout.native import NativeConfig, NativeEngine
+from tandem.rollout.remote import EngineWorker, RemoteEngine
+from tandem.runtime.inline import InlineGroup
+from tandem.runtime.placement import ResourcePool, place
+from tandem.runtime.process import Processes
+from tandem.runtime.ray import RayCluster
 from tandem.types import Chunk, GenerateRequest, Key, PolicyRef, SamplingParams, Stop
-from tandem.weights import WeightBlock, WeightShard
+from tests.rollout.served import MANY, MAX_CONTEXT, SLOTS, STEP_S, VOCABULARY, SharedWeights, fake_engine
+from tests.rollout.tiny import text as characters
+from tests.runtime.ray_cluster import cluster
 
 SHAPE = DecoderConfig(
     vocab_size=40, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=512
 )
-SLOTS = 3
-MANY = 400  # more tokens than any test waits for
-Make = Callable[[], RolloutEngine]
+POOL = ResourcePool("rollout", ranks=1)
+LONG = 80  # tokens, so that a request is under way when it is disturbed
 
 
-def characters(tokens: Any) -> str:
-    return "".join(chr(97 + token) for token in tokens)
+class Here:
+    """An engine under test in this process, a fresh one each time."""
+
+    step_s = 0.0  # of an engine whose steps do not wait for this process
+
+    def __init__(self, make: Callable[[], RolloutEngine]) -> None:
+        self._make = make
+
+    def run(self, scene: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            await scene(self._make())
+
+        asyncio.run(main())
+
+    def close(self) -> None: ...
 
 
-def native() -> RolloutEngine:
-    config = NativeConfig(slots=SLOTS, max_context=512, chunk_tokens=4)
+class Elsewhere:
+    """In a worker, which is started once and has an engine for each test; all calls come from one event loop."""
+
+    step_s = STEP_S
+
+    def __init__(self, make: Callable[[Path], Runtime]) -> None:
+        self._make = make
+        self._open = ExitStack()
+
+    @cached_property
+    def _started(self) -> tuple[asyncio.Runner, Iterator[WorkerGroup]]:
+        runtime = self._make(Path(self._open.enter_context(TemporaryDirectory())))
+        groups = [runtime.group(f"rollout {number}", POOL.name, "tests.rollout.served:slow") for number in range(50)]
+        runner = self._open.enter_context(asyncio.Runner())
+        runner.run(runtime.__aenter__())
+        self._open.callback(lambda: runner.run(runtime.__aexit__(None, None, None)))
+        return runner, iter(groups)
+
+    def run(self, scene: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
+        runner, groups = self._started
+        runner.run(scene(over(next(groups))))
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def over(group: WorkerGroup) -> RemoteEngine:
+    return RemoteEngine(group, vocab_size=VOCABULARY, max_context=MAX_CONTEXT, capabilities=frozenset({"batch_invariant"}))
+
+
+def native_engine() -> RolloutEngine:
+    config = NativeConfig(slots=SLOTS, max_context=MAX_CONTEXT, chunk_tokens=4)
     return NativeEngine(init_decoder(SHAPE, 0), characters, config, exact=True)
 
 
-def fake() -> RolloutEngine:
-    """Ten distinct tokens over and over, not the same for two prompts."""
-    return FakeEngine(
-        lambda p: [(sum(p) + i) % 10 for i in range(MANY)], slots=SLOTS, vocab_size=40, max_context=512, text=characters
-    )
+def ray_cluster(logs: Path) -> Runtime:
+    cluster()
+    return RayCluster([POOL], logs, limit_s=20)
 
 
-@pytest.fixture(params=[native, fake], ids=["native", "fake"])
-def make(request: pytest.FixtureRequest) -> Make:
-    return request.param
+Adapter = Here | Elsewhere
+MAKERS: dict[str, Callable[[], Adapter]] = {
+    "native": lambda: Here(native_engine),
+    "fake": lambda: Here(fake_engine),
+    "native in a worker": lambda: Here(lambda: over(InlineGroup([EngineWorker(native_engine())]))),
+    "fake in a process": lambda: Elsewhere(lambda logs: Processes(place([POOL], Hardware(1)), logs, limit_s=20)),
+    "fake in an actor": lambda: Elsewhere(ray_cluster),
+}
 
 
-class SharedWeights:
-    """The engine reads the trainer's storage already."""
-
-    shared = True
-    blocks: tuple[WeightBlock, ...] = ()
-
-    def shards(self) -> Iterator[WeightShard]:
-        raise AssertionError("shared weights have nothing to move")
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.ray] if "actor" in name else []) for name in MAKERS])
+def adapter(request: pytest.FixtureRequest) -> Iterator[Adapter]:
+    with closing(MAKERS[request.param]()) as made:
+        yield made
 
 
 def request(ordinal: int = 0, *, tokens: tuple[int, ...] = (1, 2, 3), max_tokens: int = 12, **named: Any) -> GenerateRequest:
@@ -68,11 +119,13 @@ class Consumer:
 
     def __init__(self, engine: RolloutEngine, asked: GenerateRequest) -> None:
         self.chunks: list[Chunk] = []
+        self.begun = asyncio.Event()
         self.task = asyncio.create_task(self._read(engine.generate(asked)))
 
     async def _read(self, stream: AsyncIterator[Chunk]) -> None:
         async for chunk in stream:
             self.chunks.append(chunk)
+            self.begun.set()
 
     @property
     def tokens(self) -> list[int]:
@@ -88,20 +141,18 @@ async def turns(num: int = 10) -> None:
         await asyncio.sleep(0)
 
 
-def drive(make: Make, scene: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
+async def begun(*consumers: Consumer) -> None:
+    await asyncio.gather(*(consumer.begun.wait() for consumer in consumers))
+
+
+def drive(adapter: Adapter, scene: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
     """Runs a scene with a fresh engine, closed afterwards; a scene that hangs fails."""
 
-    @asynccontextmanager
-    async def engine() -> AsyncIterator[RolloutEngine]:
-        made = make()
-        yield made
-        await made.close()
+    async def main(engine: RolloutEngine) -> None:
+        await asyncio.wait_for(scene(engine), 30)
+        await engine.close()
 
-    async def main() -> None:
-        async with engine() as made:
-            await asyncio.wait_for(scene(made), 30)
-
-    asyncio.run(main())
+    adapter.run(main)
 
 
 async def finished(*consumers: Consumer) -> None:
@@ -111,7 +162,7 @@ async def finished(*consumers: Consumer) -> None:
 # --------------------------------------------------------------------------------------------------- streaming
 
 
-def test_chunks(make: Make) -> None:
+def test_chunks(adapter: Adapter) -> None:
     """In order, one logprob a token, the policy on each, stop on the last and on no other; more requests than slots."""
 
     async def scene(engine: RolloutEngine) -> None:
@@ -125,10 +176,10 @@ def test_chunks(make: Make) -> None:
                 assert all(logprob <= 0 for logprob in chunk.logprobs)
                 assert chunk.policy == engine.policy == PolicyRef()
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
-def test_a_stop_id_ends_and_stays(make: Make) -> None:
+def test_a_stop_id_ends_and_stays(adapter: Adapter) -> None:
     async def scene(engine: RolloutEngine) -> None:
         free = Consumer(engine, request(max_tokens=30))
         await finished(free)
@@ -138,10 +189,10 @@ def test_a_stop_id_ends_and_stays(make: Make) -> None:
         assert stopped.stop == "stop"
         assert stopped.tokens == free.tokens[: free.tokens.index(stop_id) + 1]
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
-def test_a_stop_string_spans_tokens_and_stays(make: Make) -> None:
+def test_a_stop_string_spans_tokens_and_stays(adapter: Adapter) -> None:
     async def scene(engine: RolloutEngine) -> None:
         free = Consumer(engine, request(max_tokens=30))
         await finished(free)
@@ -151,10 +202,10 @@ def test_a_stop_string_spans_tokens_and_stays(make: Make) -> None:
         assert stopped.stop == "stop"
         assert characters(stopped.tokens) == text[: text.index(text[4:7]) + 3]
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
-def test_stop_before_length(make: Make) -> None:
+def test_stop_before_length(adapter: Adapter) -> None:
     async def scene(engine: RolloutEngine) -> None:
         free = Consumer(engine, request(max_tokens=9))
         await finished(free)
@@ -163,13 +214,13 @@ def test_stop_before_length(make: Make) -> None:
         await finished(both)
         assert both.stop == "stop"
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
 # ------------------------------------------------------------------------------------------ continued requests
 
 
-def test_a_continued_sample_is_the_undisturbed_one(make: Make) -> None:
+def test_a_continued_sample_is_the_undisturbed_one(adapter: Adapter) -> None:
     """Tokens and logprobs; max_tokens counts the earlier part, and a stop string may span the seam."""
 
     async def scene(engine: RolloutEngine) -> None:
@@ -192,17 +243,17 @@ def test_a_continued_sample_is_the_undisturbed_one(make: Make) -> None:
         await finished(rest)
         assert (len(rest.tokens), rest.stop) == (2, "stop")
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
-def test_nothing_left_ends_at_once(make: Make) -> None:
+def test_nothing_left_ends_at_once(adapter: Adapter) -> None:
     async def scene(engine: RolloutEngine) -> None:
         for sampled in (3, 4):
             consumer = Consumer(engine, request(tokens=(1, 2, 3, 4, 5), sampled=sampled, max_tokens=3))
             await finished(consumer)
             assert consumer.chunks == [Chunk((), (), PolicyRef(), "length")]
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
 # -------------------------------------------------------------------------------------------- refused requests
@@ -222,38 +273,38 @@ def test_nothing_left_ends_at_once(make: Make) -> None:
         (request(min_policy=PolicyRef(version=1)), "policy@0.1 or later and the engine holds policy@0.0"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_at_once(make: Make, asked: GenerateRequest, says: str) -> None:
+def test_a_request_that_cannot_be_served_is_refused_at_once(adapter: Adapter, asked: GenerateRequest, says: str) -> None:
     async def scene(engine: RolloutEngine) -> None:
         with pytest.raises(EngineError, match=says):
             engine.generate(asked)
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
-def test_a_context_that_just_fits(make: Make) -> None:
+def test_a_context_that_just_fits(adapter: Adapter) -> None:
     async def scene(engine: RolloutEngine) -> None:
         consumer = Consumer(engine, request(tokens=(1,) * 500))
         await finished(consumer)
         assert len(consumer.tokens) == 12
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
 # ------------------------------------------------------------------------------------- pause, abort, deadlines
 
 
-def test_pause_and_resume(make: Make) -> None:
+def test_pause_and_resume(adapter: Adapter) -> None:
     """No token while paused, not for new requests either; afterwards the sample is the undisturbed one."""
 
     async def scene(engine: RolloutEngine) -> None:
-        whole = Consumer(engine, request(max_tokens=40))
+        whole = Consumer(engine, request(max_tokens=LONG))
         await finished(whole)
-        running = Consumer(engine, request(max_tokens=40))
-        await turns(15)
+        running = Consumer(engine, request(max_tokens=LONG))
+        await begun(running)
         await engine.pause()
         await turns()  # what was sampled before arrives
         before = list(running.tokens)
-        assert 0 < len(before) < 40
+        assert 0 < len(before) < LONG
         late = Consumer(engine, request(1))
         await turns(30)
         assert running.tokens == before
@@ -263,16 +314,16 @@ def test_pause_and_resume(make: Make) -> None:
         assert running.tokens == whole.tokens
         assert len(late.tokens) == 12
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
-def test_abort_ends_with_partial_tokens(make: Make) -> None:
+def test_abort_ends_with_partial_tokens(adapter: Adapter) -> None:
     """Running and waiting requests; unknown keys are fine, others go on."""
 
     async def scene(engine: RolloutEngine) -> None:
         running = [Consumer(engine, request(i, max_tokens=MANY)) for i in range(SLOTS)]
         waiting, other = Consumer(engine, request(10)), Consumer(engine, request(11))
-        await turns(12)
+        await begun(*running)
         await engine.abort([Key("t", 0), Key("t", 10), Key("elsewhere", 7)])
         await finished(running[0], waiting, other)  # `other` takes the place that is free now
         assert running[0].stop == "abort"
@@ -283,22 +334,22 @@ def test_abort_ends_with_partial_tokens(make: Make) -> None:
         await engine.abort([Key("t", 1), Key("t", 2)])
         await finished(*running)
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
-def test_abort_while_paused(make: Make) -> None:
+def test_abort_while_paused(adapter: Adapter) -> None:
     async def scene(engine: RolloutEngine) -> None:
         consumer = Consumer(engine, request(max_tokens=MANY))
-        await turns(8)
+        await begun(consumer)
         await engine.pause()
         await engine.abort([Key("t", 0)])
         await finished(consumer)
         assert consumer.stop == "abort"
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
-def test_a_deadline_aborts(make: Make) -> None:
+def test_a_deadline_aborts(adapter: Adapter) -> None:
     """From submission: a running request with its tokens, and one that never got a place."""
 
     async def scene(engine: RolloutEngine) -> None:
@@ -310,18 +361,18 @@ def test_a_deadline_aborts(make: Make) -> None:
         whole = Consumer(engine, request(2, deadline_s=60.0))
         await finished(whole)
         assert whole.stop == "length"
-        running = Consumer(engine, request(max_tokens=MANY, deadline_s=0.02))
-        await turns(8)
+        running = Consumer(engine, request(max_tokens=MANY, deadline_s=0.2))
+        await begun(running)
         await engine.pause()
         await finished(running)
         assert running.stop == "abort"
         assert 0 < len(running.tokens) < MANY
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "drop"])
-def test_a_consumer_that_leaves_frees_its_place(make: Make, how: str) -> None:
+def test_a_consumer_that_leaves_frees_its_place(adapter: Adapter, how: str) -> None:
     async def scene(engine: RolloutEngine) -> None:
         async def read_one(ordinal: int) -> None:
             stream = engine.generate(request(ordinal, max_tokens=MANY))
@@ -333,8 +384,9 @@ def test_a_consumer_that_leaves_frees_its_place(make: Make, how: str) -> None:
                     return
 
         if how == "cancel":
-            leavers = [Consumer(engine, request(i, max_tokens=MANY)).task for i in range(SLOTS)]
-            await turns(8)
+            consumers = [Consumer(engine, request(i, max_tokens=MANY)) for i in range(SLOTS)]
+            await begun(*consumers)
+            leavers = [consumer.task for consumer in consumers]
             for task in leavers:
                 task.cancel()
         else:
@@ -344,25 +396,25 @@ def test_a_consumer_that_leaves_frees_its_place(make: Make, how: str) -> None:
             gc.collect()
             await turns()
         consumers = [Consumer(engine, request(10 + i)) for i in range(SLOTS)]
-        for _ in range(60):  # all of them run at once, which they could not beside a leaver
-            await asyncio.sleep(0)
+        await asyncio.sleep(adapter.step_s * MANY / 2)  # all of them run at once, which they could not beside a leaver
+        await turns(MANY // 2)
         assert all(consumer.task.done() for consumer in consumers)
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
 # ----------------------------------------------------------------------------------------------------- weights
 
 
-def test_load_weights_marks_what_follows(make: Make) -> None:
+def test_load_weights_marks_what_follows(adapter: Adapter) -> None:
     async def scene(engine: RolloutEngine) -> None:
-        consumer = Consumer(engine, request(max_tokens=40))
-        await turns(15)
+        consumer = Consumer(engine, request(max_tokens=LONG))
+        await begun(consumer)
         await engine.load_weights(SharedWeights(), PolicyRef(version=1))
         await turns(2)
         assert engine.policy == PolicyRef(version=1)
         before = len(consumer.tokens)
-        assert 0 < before < 40
+        assert 0 < before < LONG
         await finished(consumer)
         versions = [chunk.policy.version for chunk in consumer.chunks for _ in chunk.tokens]
         assert versions == sorted(versions)
@@ -371,34 +423,34 @@ def test_load_weights_marks_what_follows(make: Make) -> None:
         await finished(late)
         assert {chunk.policy.version for chunk in late.chunks} == {1}
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
-def test_host_and_back(make: Make) -> None:
+def test_host_and_back(adapter: Adapter) -> None:
     """Nothing is sampled on the host; requests keep their place and go on as if nothing had been."""
 
     async def scene(engine: RolloutEngine) -> None:
-        whole = Consumer(engine, request(max_tokens=40))
+        whole = Consumer(engine, request(max_tokens=LONG))
         await finished(whole)
-        consumer = Consumer(engine, request(max_tokens=40))
-        await turns(15)
+        consumer = Consumer(engine, request(max_tokens=LONG))
+        await begun(consumer)
         assert isinstance(await engine.place("host"), Mapping)  # of what is left there
         await turns()
         before = list(consumer.tokens)
-        assert 0 < len(before) < 40
+        assert 0 < len(before) < LONG
         await turns(20)
         assert consumer.tokens == before
         await engine.place("device")
         await finished(consumer)
         assert consumer.tokens == whole.tokens
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
-def test_close_ends_requests(make: Make) -> None:
+def test_close_ends_requests(adapter: Adapter) -> None:
     async def scene(engine: RolloutEngine) -> None:
         consumers = [Consumer(engine, request(i, max_tokens=MANY)) for i in range(SLOTS + 2)]
-        await turns(8)
+        await begun(*consumers[:SLOTS])
         unread = engine.generate(request(20))
         await engine.close()
         await finished(*consumers)
@@ -409,14 +461,14 @@ def test_close_ends_requests(make: Make) -> None:
             await anext(unread)
         await engine.close()
 
-    drive(make, scene)
+    drive(adapter, scene)
 
 
-def test_capabilities_are_known_words(make: Make) -> None:
-    assert make().capabilities <= {"batch_invariant", "exact", "keep_kv", "media", "lora"}
-
-
-def test_torch_threads_are_left_alone(make: Make) -> None:
+def test_capabilities_are_known_words_and_torch_threads_are_left_alone(adapter: Adapter) -> None:
     before = torch.get_num_threads()
-    make()
-    assert torch.get_num_threads() == before
+
+    async def scene(engine: RolloutEngine) -> None:
+        assert engine.capabilities <= {"batch_invariant", "exact", "keep_kv", "media", "lora"}
+        assert torch.get_num_threads() == before
+
+    drive(adapter, scene)

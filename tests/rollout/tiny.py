@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
 from tandem.models.heads import row_logprobs
+from tandem.ports import RolloutEngine
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.types import GenerateRequest, Key, PolicyRef, SamplingParams, Stop
 
@@ -70,7 +71,7 @@ class Answer:
     num_chunks: int = 0
 
 
-async def answer(engine: NativeEngine, asked: GenerateRequest, into: Answer | None = None) -> Answer:
+async def answer(engine: RolloutEngine, asked: GenerateRequest, into: Answer | None = None) -> Answer:
     """All chunks of a request, gathered in `into` as they come."""
     got = into or Answer([], [], [])
     async for chunk in engine.generate(asked):
@@ -82,7 +83,7 @@ async def answer(engine: NativeEngine, asked: GenerateRequest, into: Answer | No
     return got
 
 
-async def answers(engine: NativeEngine, asked: Iterable[GenerateRequest]) -> list[Answer]:
+async def answers(engine: RolloutEngine, asked: Iterable[GenerateRequest]) -> list[Answer]:
     """Submitted in the same tick."""
     return list(await asyncio.gather(*(answer(engine, one) for one in asked)))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import count, takewhile
 from typing import ClassVar, cast
 
@@ -160,12 +160,21 @@ class CollectiveReader:
                     yield read(entry, memory[at : at + entry.size])
                     at += entry.nbytes
 
-    def __reduce__(self) -> tuple[type[CollectiveReader], tuple[Meeting, Mapping[int, tuple[WeightBlock, ...]], int]]:
-        return CollectiveReader, (self._meeting, self._ranks, self._place)
+    def __reduce__(self) -> tuple[Callable[..., CollectiveReader], tuple[Meeting, _Ranks, int]]:
+        return _arrived, (self._meeting, tuple(self._ranks.items()), self._place)
+
+
+_Ranks = tuple[tuple[int, tuple[WeightBlock, ...]], ...]
+
+
+@lru_cache(1)
+def _arrived(meeting: Meeting, ranks: _Ranks, place: int) -> CollectiveReader:
+    """The one of this process, which is in the ranks' groups already."""
+    return CollectiveReader(meeting, dict(ranks), place)
 
 
 class CollectiveSource:
-    """Implements ports.WeightSource, once: what is broadcast is gone. Waiting for it blocks."""
+    """Implements ports.WeightSource, once: what is broadcast is gone. Waiting for it blocks. May travel before."""
 
     shared = False
 
@@ -175,6 +184,9 @@ class CollectiveSource:
     def shards(self) -> Iterator[WeightPiece]:
         """A piece is there until the next one is asked for. Raises StalledError where a rank goes away."""
         return self._reader.arriving()
+
+    def __reduce__(self) -> tuple[type[CollectiveSource], tuple[CollectiveReader]]:
+        return CollectiveSource, (self._reader,)
 
 
 class Collective:

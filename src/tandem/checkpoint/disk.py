@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -74,21 +74,28 @@ class DiskReader:
 
 
 class DiskSource:
-    """Implements ports.WeightSource. One file is held at a time."""
+    """Implements ports.WeightSource; opened where it is first looked at, so that it may travel. One file is held at a time."""
 
     shared = False
 
     def __init__(self, directory: Path, indexes: Sequence[int]) -> None:
+        self._directory, self._indexes = directory, tuple(indexes)
+
+    @cached_property
+    def _files(self) -> list[tuple[Path, list[Entry]]]:
         """Raises EngineError where a rank's list is not there."""
-        self._directory = directory
-        self._files: list[tuple[Path, list[Entry]]] = []
-        for index in indexes:
+        found = list[tuple[Path, list[Entry]]]()
+        for index in self._indexes:
             try:
-                files = cast("dict[str, str]", json.loads(_list(directory, index).read_text()))
+                files = cast("dict[str, str]", json.loads(_list(self._directory, index).read_text()))
             except (OSError, ValueError) as error:
-                raise EngineError(f"the weights in {directory} cannot be read: {error}") from error
-            self._files += [(directory / name, unlisted(data.encode())) for name, data in files.items()]
-        self.blocks = tuple(entry.block for _, entries in self._files for entry in entries)
+                raise EngineError(f"the weights in {self._directory} cannot be read: {error}") from error
+            found += [(self._directory / name, unlisted(data.encode())) for name, data in files.items()]
+        return found
+
+    @property
+    def blocks(self) -> tuple[WeightBlock, ...]:
+        return tuple(entry.block for _, entries in self._files for entry in entries)
 
     def shards(self) -> Iterator[WeightPiece]:
         for file, entries in self._files:

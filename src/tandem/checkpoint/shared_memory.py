@@ -11,9 +11,10 @@ A reader that finds another number before or after it has read, or while it stil
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, lru_cache, partial
+from itertools import count
 from typing import ClassVar
 
 import torch
@@ -27,6 +28,7 @@ from tandem.weights import OpenedWeights, WeightBlock, WeightPatch, WeightPiece,
 _HEAD_BYTES = 64
 _BEGAN, _ENDED, _LIST = 0, 1, 2  # of the head
 _CHANGES_DIGITS = 24  # room for the list to grow by, a block: a patch says how much changed
+_serials = count()  # of this process's senders
 
 
 Laid = tuple[WeightBlock, WeightPiece]
@@ -39,7 +41,10 @@ class Buffer:
         try:
             self.bytes: Tensor = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         except RuntimeError as error:
-            raise EngineError(f"{size >> 20} MB of shared memory at {path} cannot be mapped: {error}") from error
+            raise EngineError(
+                f"{size >> 20} MB of shared memory at {path} cannot be mapped: {error}. Where an engine is on another machine than "
+                "the trainer, choose checkpoint=collective"
+            ) from error
         self._head = self.bytes[:_HEAD_BYTES].view(torch.int64)
         self._names, self._laid = b"", list[Laid]()
 
@@ -93,7 +98,8 @@ class MemorySender:
         for file in self._files:
             os.ftruncate(file, size)
         self._buffers = [Buffer(f"/proc/self/fd/{file}", size) for file in self._files]
-        self.opened = OpenedWeights(this_host(), tuple(blocks), " ".join(map(str, (os.getpid(), size, *self._files))))
+        at = (os.getpid(), next(_serials), size, *self._files)  # the files' numbers may have been another sender's
+        self.opened = OpenedWeights(this_host(), tuple(blocks), " ".join(map(str, at)))
 
     def send(self, number: int, pieces: Iterable[WeightPiece], seen: Seen) -> int:
         contents, held = self._whole, list(pieces)
@@ -110,36 +116,56 @@ class MemorySender:
 
 @dataclass
 class MemoryReader:
-    """Implements transport.Reader. at: where each rank's buffers are. Mapped once a process, at the first source."""
+    """Implements transport.Reader. at: where each rank's buffers are. They are mapped once a process, where a source is opened."""
 
     at: tuple[str, ...]
     _mapped: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
 
     def source(self, number: int) -> MemorySource:
-        return MemorySource(number, [self._buffer(at, number) for at in self.at])
+        return MemorySource(self, number)
+
+    def buffers(self, number: int) -> list[Buffer]:
+        return [self._buffer(at, number) for at in self.at]
 
     def _buffer(self, at: str, number: int) -> Buffer:
-        pid, size, *files = map(int, at.split())
+        pid, _, size, *files = map(int, at.split())
         path = f"/proc/{pid}/fd/{files[number % 2]}"
         if path not in self._mapped:
             self._mapped[path] = Buffer(path, size)
         return self._mapped[path]
 
-    def __reduce__(self) -> tuple[type[MemoryReader], tuple[tuple[str, ...]]]:
-        return MemoryReader, (self.at,)
+    def __reduce__(self) -> tuple[Callable[..., MemoryReader], tuple[tuple[str, ...]]]:
+        return _arrived, (self.at,)
+
+
+@lru_cache(1)
+def _arrived(at: tuple[str, ...]) -> MemoryReader:
+    """The one of this process, which has mapped the buffers already."""
+    return MemoryReader(at)
 
 
 class MemorySource:
-    """Implements ports.WeightSource. What `shards` gives lies in the shared memory and may be used there until the publish after
-    the next; `check` raises EngineError where it was overwritten meanwhile.
+    """Implements ports.WeightSource; opened where it is first looked at, so that it may travel. What `shards` gives lies in the
+    shared memory and may be used there until the publish after the next; `check` raises EngineError where it was overwritten
+    meanwhile.
     """
 
     shared = False
 
-    def __init__(self, number: int, buffers: Sequence[Buffer]) -> None:
-        self._number, self._buffers = number, buffers
-        self._laid = [each for buffer in buffers for each in buffer.read(number)]
-        self.blocks = tuple(block for block, _ in self._laid)
+    def __init__(self, reader: MemoryReader, number: int) -> None:
+        self._reader, self._number = reader, number
+
+    @cached_property
+    def _buffers(self) -> list[Buffer]:
+        return self._reader.buffers(self._number)
+
+    @cached_property
+    def _laid(self) -> list[Laid]:
+        return [each for buffer in self._buffers for each in buffer.read(self._number)]
+
+    @property
+    def blocks(self) -> tuple[WeightBlock, ...]:
+        return tuple(block for block, _ in self._laid)
 
     def shards(self) -> Iterator[WeightPiece]:
         """Raises EngineError at the end where something was overwritten while it was read."""
@@ -150,6 +176,9 @@ class MemorySource:
     def check(self) -> None:
         for buffer in self._buffers:
             buffer.check(self._number)
+
+    def __reduce__(self) -> tuple[type[MemorySource], tuple[MemoryReader, int]]:
+        return MemorySource, (self._reader, self._number)
 
 
 class SharedMemory:

@@ -2,7 +2,7 @@
 
     Transport   the controller's: makes outlets and readers
     Outlet      travels to the ranks of the trainer, and makes a Sender there
-    Reader      may travel to a rollout engine, and gives a WeightSource for each publish there
+    Reader      of a rollout engine; gives a WeightSource for each publish, which may travel to where the engine is
 
 Publishes are numbered by the controller. Which numbers an engine may use is the engine's affair; whose bits they are is checked
 by whoever publishes.
@@ -44,9 +44,11 @@ Outlet = Callable[[int, Sequence[WeightBlock]], Sender]
 
 
 class Reader(Protocol):
-    """Of a rollout engine; picklable."""
+    """Of a rollout engine."""
 
-    def source(self, number: int) -> WeightSource: ...
+    def source(self, number: int) -> WeightSource:
+        """Picklable; opened where it is first looked at. Those of one reader share what they have in a process."""
+        ...
 
 
 class Transport(Protocol):

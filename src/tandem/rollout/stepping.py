@@ -24,6 +24,7 @@ import numpy as np
 from tandem.errors import EngineError
 from tandem.faults import crash_point
 from tandem.ports import Held, Place, WeightSource
+from tandem.rollout.requests import check_request
 from tandem.types import Chunk, GenerateRequest, Key, Metric, Metrics, PolicyRef, Stop
 from tandem.weights import WeightBlock
 
@@ -99,7 +100,9 @@ class SteppingEngine(ABC):
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Chunks in order, the last with `stop`; submitted when it is first iterated. Raises EngineError at once."""
-        self._check(request)
+        if self._closed:
+            raise EngineError(f"request {request.key}: the engine is closed")
+        check_request(request, vocab_size=self.vocab_size, max_context=self.max_context, policy=self._policy)
         return self._chunks(request)
 
     async def pause(self) -> None:
@@ -236,36 +239,3 @@ class SteppingEngine(ABC):
             await asyncio.wait([call])
             self._loading = False
             self._wake()
-
-    # ------------------------------------------------------------------------------------------------- checking
-
-    def _check(self, request: GenerateRequest) -> None:
-        """Raises EngineError for a request that cannot be served, saying why and what to change."""
-
-        def refuse(why: str) -> EngineError:
-            return EngineError(f"request {request.key}: {why}")
-
-        params, num = request.params, len(request.tokens)
-        if self._closed:
-            raise refuse("the engine is closed")
-        if not 0 <= request.sampled < num:
-            raise refuse(f"{num} tokens of which {request.sampled} were sampled; a request begins with at least one prompt token")
-        longest = num - request.sampled + params.max_tokens
-        if longest > self.max_context:
-            raise refuse(
-                f"{num - request.sampled} prompt tokens and max_tokens={params.max_tokens} make {longest}, but the context is "
-                f"{self.max_context}; shorten the prompt, lower max_tokens or raise max_context"
-            )
-        for name, ids in (("prompt token", request.tokens), ("stop id", params.stop_ids)):
-            if bad := _outside(ids, self.vocab_size):
-                raise refuse(f"{name} {bad[0]} is not in the vocabulary of {self.vocab_size}; is it another tokenizer's?")
-        if request.adapter is not None:
-            raise refuse(f"adapter {request.adapter!r} is asked for and this engine has no adapters")
-        if request.extra:
-            raise refuse(f"extra parameters {sorted(request.extra)} are not known to this engine")
-        if request.min_policy is not None and self._policy < request.min_policy:
-            raise refuse(f"it needs policy {request.min_policy} or later and the engine holds {self._policy}; publish first")
-
-
-def _outside(ids: Sequence[int], size: int) -> list[int]:
-    return [token for token in ids if not 0 <= token < size] if ids and not (min(ids) >= 0 and max(ids) < size) else []
