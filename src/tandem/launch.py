@@ -15,6 +15,7 @@ Both phases are the same: restore the last good snapshot if there is one, run th
 
 from __future__ import annotations
 
+import gc
 import json
 import shlex
 import shutil
@@ -43,6 +44,7 @@ from tandem.assemble.phases import (
     memory,
     warmup_phase,
 )
+from tandem.assemble.restarts import Restarts
 from tandem.assemble.roles import merged
 from tandem.assemble.rollout import Rollout, open_rollout
 from tandem.assemble.tasks import build_dataset, notes, overlaps
@@ -84,7 +86,7 @@ def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool, begun: Begun
             console.print(said, markup=False)
         complete(_dry_run(recipe, console), console)
         return
-    complete(_run(resolved, resume, console, begun), console)
+    complete(_supervised(resolved, resume, console, begun), console)
 
 
 def check(resolved: Resolved[Recipe]) -> None:
@@ -101,7 +103,20 @@ def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
     complete(_measure(recipe, console), console)
 
 
-async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun: Begun) -> None:
+async def _supervised(resolved: Resolved[Recipe], resume: bool, console: Console, begun: Begun) -> None:
+    """The run, which goes on as a resumed one where a worker's process dies."""
+    restarts = Restarts(resolved.value.trainer.restarts, console)
+    while True:
+        try:
+            return await _run(resolved, resume, console, begun, restarts)
+        except Exception:
+            if not restarts.go_on():
+                raise
+        resume = True
+        gc.collect()  # of what is built again there is one at a time
+
+
+async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun: Begun, restarts: Restarts) -> None:
     """Builds everything that a recipe can be wrong about before anything on the disk changes."""
     recipe, directory, began_s = resolved.value, resolved.value.run.directory, time.monotonic()
     model = build_model(recipe, first_trained(recipe))
@@ -136,9 +151,9 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun
             )
         if not from_dataset(recipe) and (about := recipe.trainer.schedule.warning(phase.algorithm)) is not None:
             console.print(f"warning: {about}", style="yellow")
-        main = _PhaseRun(recipe, phase, directory, console, rollout, heldout, recipe.trainer.snapshot_every)
+        main = _PhaseRun(recipe, phase, directory, console, restarts, rollout, heldout, recipe.trainer.snapshot_every)
         if recipe.warmup is not None and first is not None and main.store.latest() is None:
-            warmup = _PhaseRun(recipe, first, directory / "warmup", console, None, None, recipe.warmup.snapshot_every)
+            warmup = _PhaseRun(recipe, first, directory / "warmup", console, restarts, None, None, recipe.warmup.snapshot_every)
             await warmup.run(began_s)
         await main.run(began_s)
         _finish(recipe, main, directory, console)
@@ -183,6 +198,7 @@ class _PhaseRun:
     phase: Phase
     directory: Path
     console: Console
+    restarts: Restarts
     rollout: Rollout | None
     heldout: Dataset | None
     snapshot_every: int
@@ -204,6 +220,7 @@ class _PhaseRun:
         self.began_s = began_s
         if phase.copies_policy and (self.store.latest() is None or not initial.is_dir()):
             phase.model.save(initial)
+        self.restarts.watch(phase, self.store)
         async with phase.workers, aclosing(phase.checkpoint):
             await phase.begin(initial)
             try:
@@ -220,6 +237,8 @@ class _PhaseRun:
             closing(SampleLog(self.directory / "samples.jsonl")) as self.samples,
         ):
             await self._restore()
+            if self.restarts.logged(phase):
+                self.trackers.log(Metrics.sum({"run/restarts": 1}), phase.source.policy.version)
             if not self.before and self._measures:
                 first = await self._evaluate(0)
                 self.before = first.values
@@ -233,6 +252,7 @@ class _PhaseRun:
     async def after_step(self, policy: PolicyRef, metrics: Metrics) -> None:
         del metrics  # they are logged already
         step, last = policy.version, policy.version == self.phase.steps
+        self.restarts.reached(f"step of {self.phase.name}", step)
         self.snapshots.look()
         if isinstance(self.phase.source, RolloutSource):
             self.samples.write(self.phase.source.settled, step)
@@ -258,6 +278,7 @@ class _PhaseRun:
             "samples": self.samples.state(),
             "before": dict(self.before),
             "spent_s": self._wall_s(),
+            "restarts": self.restarts.total,
         }
         models = {"train": self.phase.policy, **{role.name: role.workers for role in self.phase.roles.saved}}
         parts = {name: _saving(workers, copied=self.copied) for name, workers in models.items()}
@@ -267,6 +288,7 @@ class _PhaseRun:
     async def _finish(self, finish: Rest, step: int) -> None:
         """The snapshot counts, and what the queue had consumed before it is consumed for good."""
         await finish()
+        self.restarts.reached(f"snapshot of {self.phase.name}", step)
         crash_point("commit.before")
         await self.phase.queue.commit(str(step))
         crash_point("commit.after")
@@ -300,6 +322,7 @@ class _PhaseRun:
         self.samples.restore(state["samples"])
         self.before = cast("Mapping[str, float]", state["before"])
         self.spent_s = cast("float", snapshot.state["spent_s"])
+        self.restarts.total = max(self.restarts.total, cast("int", snapshot.state.get("restarts", 0)))
         crash_point("restore.after")
         self.console.print(f"{self.phase.name}: resuming from {snapshot.path}", markup=False)
 
@@ -328,6 +351,7 @@ class _PhaseRun:
         after = self.last.values if self.last is not None else dict[str, float]()
         facts: dict[str, Json] = {
             "seed": self.recipe.seed,
+            "restarts": self.restarts.total,
             "weights": wire_hash(whole_shards(self.phase.model.decoder)),
             "peak_memory_bytes": device.peak_memory_bytes(),
             "peak_memory_bytes_by_role": {role: list[Json](peaks) for role, peaks in self.peaks.items()},

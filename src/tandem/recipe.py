@@ -303,6 +303,8 @@ def _check_row(name: str, params: Mapping[str, Json]) -> None:
 class TrainerSection:
     """steps: updates of the policy's version. eval_every, snapshot_every: in steps; 0 is only at the end.
 
+    restarts: how often a run goes on by itself, from its last snapshot, where a worker's process died and no step or snapshot was
+    new since it did so last; 0: a death ends it.
     mode, staleness, window, too_old: see trainer.schedule.Schedule.
     """
 
@@ -313,9 +315,10 @@ class TrainerSection:
     too_old: TooOld | None = None
     eval_every: int = 0
     snapshot_every: int = 0
+    restarts: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("eval_every", 0), ("snapshot_every", 0)):
+        for name, least in (("steps", 1), ("eval_every", 0), ("snapshot_every", 0), ("restarts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 

@@ -2,7 +2,8 @@
 
 Each setting runs once undisturbed, with a trace of the points that its processes pass. Then come runs that are killed one to
 three times each and gone on with, at points and passages drawn from the trace: every pair of role and point at least once,
-and at random until there are as many kills as were asked for. A run that ended before it was killed (what an asynchronous
+and at random until there are as many kills as were asked for. In half of the runs whose workers die, the run is to go on by
+itself; in the others the death ends it. A run that ended before it was killed (what an asynchronous
 mode passes depends on timing) is held to its account, and its kill does not count.
 """
 
@@ -43,6 +44,7 @@ class Campaign:
     kills: int = 0
     runs: int = 0
     unreached: int = 0
+    outlived: int = 0
     killed: set[str] = field(default_factory=set[str])
     failures: list[str] = field(default_factory=list[str])
 
@@ -68,18 +70,26 @@ class Campaign:
         """Early in half of all cases, so that a run which goes on passes the point so often again."""
         return f"{pair}:{random.randint(1, max(1, self.passes[pair] // random.choice((1, 4))))}"
 
-    def run(self, kills: list[str], directory: Path) -> None:
-        """Kills a run at these points, and holds it to its account."""
+    def run(self, kills: list[str], directory: Path, *, by_itself: bool) -> None:
+        """Kills a run at these points, and holds it to its account. by_itself: it goes on where a worker dies."""
         self.runs += 1
         run = Run(self.setting, directory)
-        for number, at in enumerate(kills):
+        of_workers = [at for at in kills if by_itself and not at.startswith(("controller/", "reward/"))]
+        first = [at for at in kills if at not in of_workers]
+        for number, at in enumerate(first):
             try:
                 run.kill(at)
             except UnreachedError:
-                self.unreached += len(kills) - number  # the run is at its end, and has nothing more to pass
+                self.unreached += len(first) - number  # the run is at its end, and has nothing more to pass
                 break
             self.kills += 1
             self.killed.add(at.partition(":")[0])
+        if of_workers:
+            died = run.outlive(of_workers)
+            self.kills += len(died)
+            self.outlived += len(died)
+            self.unreached += len(of_workers) - len(died)
+            self.killed.update(at.partition(":")[0] for at in died)
         found = run.finish()
         if run.comparable:
             assert_same(found, self.undisturbed)
@@ -88,15 +98,15 @@ class Campaign:
 def campaign(setting: Setting, directory: Path, random: Random, least: int) -> Campaign:
     """Shows what it does."""
     made = Campaign.traced(setting, directory)
-    runs = list(made.plan(random, least))
+    runs = [(kills, random.random() < 0.5) for kills in made.plan(random, least)]
     print(f"{setting.name}: {len(made.passes)} pairs of role and point; {len(runs)} runs to be killed", flush=True)
-    for number, kills in enumerate(runs, start=1):
+    for number, (kills, by_itself) in enumerate(runs, start=1):
         began = time.monotonic()
         try:
-            made.run(kills, directory / f"run-{number}")
+            made.run(kills, directory / f"run-{number}", by_itself=by_itself)
             verdict = "fine"
         except Exception:  # noqa: BLE001 whatever went wrong is reported with the kills that led there, and the others go on
-            made.failures.append(f"{setting.name}: {' '.join(kills)}")
+            made.failures.append(f"{setting.name}: {' '.join(kills)}{', and went on by itself' if by_itself else ''}")
             traceback.print_exc()
             verdict = "FAILED"
         print(f"{setting.name} {number}/{len(runs)} {verdict} {time.monotonic() - began:.0f} s: {' '.join(kills)}", flush=True)
@@ -106,10 +116,10 @@ def campaign(setting: Setting, directory: Path, random: Random, least: int) -> C
 
 def report(campaigns: list[Campaign], *, whole: bool) -> int:
     """whole: whether all settings ran, which then must pass all points of the code."""
-    row = "{:<16} {:>7} {:>7} {:>7} {:>7} {:>9} {:>9}".format
-    print(row("setting", "pairs", "killed", "kills", "runs", "unreached", "failures"))
+    row = "{:<16} {:>7} {:>7} {:>7} {:>9} {:>7} {:>9} {:>9}".format
+    print(row("setting", "pairs", "killed", "kills", "by itself", "runs", "unreached", "failures"))
     for each in campaigns:
-        counts = len(each.passes), len(each.killed), each.kills, each.runs, each.unreached, len(each.failures)
+        counts = len(each.passes), len(each.killed), each.kills, each.outlived, each.runs, each.unreached, len(each.failures)
         print(row(each.setting.name, *counts))
     for failure in (failure for each in campaigns for failure in each.failures):
         print(f"failed: {failure}")

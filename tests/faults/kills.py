@@ -1,18 +1,22 @@
-"""Killing a run at crash points, one after the other, and seeing that nothing is left and that it can be gone on with."""
+"""Killing a run at crash points, and seeing that nothing is left and that it goes on by itself, or can be gone on with."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.faults import mark
 from tests.e2e.runs import forked, outcome
 from tests.faults.settings import Setting, account
 
 MARK = "TANDEM_TEST_RUN"
+ENDED_BY_A_DEATH = ("trainer.restarts=0",)
 _GONE_S = 90.0  # the agents of a Ray whose starter was killed take a minute
 
 
@@ -33,8 +37,8 @@ class Run:
         self._judge_died = False
 
     def kill(self, at: str) -> None:
-        """Starts the run, or goes on with it, until ROLE/POINT:TIMES; checks how it ended, and that nothing of it is left."""
-        code, said = self._start({"TANDEM_CRASH_AT": at})
+        """Starts the run, or goes on with it, until ROLE/POINT:TIMES, which ends it; checks how, and that nothing of it is left."""
+        code, said = self._start({"TANDEM_CRASH_AT": at}, *ENDED_BY_A_DEATH)
         role, _, point = at.rpartition("/")
         if code == 0 and (role != "reward" or point.startswith("judge.ready")):
             raise UnreachedError(f"{at} was not passed so often:\n{said}")
@@ -67,6 +71,33 @@ class Run:
                 assert "go on with: tandem train" in words, f"{at}: nobody says what to do:\n{said}"
                 assert "Traceback" not in said
 
+    def outlive(self, kills: Sequence[str]) -> list[str]:
+        """The same with workers that die at all of these, each once, and a run that goes on by itself; where it did die.
+
+        It may end only where it came no further from one death to the next, with the error of the latter.
+        """
+        marks = self._directory / f"marks-{secrets.token_hex(4)}"
+        marks.mkdir()
+        code, said = self._start({"TANDEM_CRASH_AT": " ".join(kills), "TANDEM_CRASH_ONCE": str(marks)})
+        died = [at for at in kills if mark(marks, at).exists()]
+        words = " ".join(said.split())
+        going_on = re.findall(r"goes on by itself from (?:step \d+|its beginning) \(restart (\d+)\)", words)
+        assert "Traceback" not in said
+        if code == 0:
+            assert 1 <= len(going_on) <= len(died) or not died, f"{died}, and went on {len(going_on)} times:\n{said}"
+            total = json.loads((self._run / "summary.json").read_text())["restarts"]
+            assert total >= len(going_on), f"{total} restarts are counted:\n{said}"
+        else:
+            assert code == 1, f"{kills}: exit code {code}:\n{said}"
+            assert len(going_on) < len(died), f"{died}, and went on {len(going_on)} times:\n{said}"
+            assert "came no further since restart" in words, f"{kills}: nobody says why it does not go on:\n{said}"
+            assert "go on with: tandem train" in words, f"{kills}: nobody says what to do:\n{said}"
+        for at in died:
+            role, _, _ = at.rpartition("/")
+            who = "fork server" if role == "forkserver" else f"rank {role.rpartition('-')[2]} (process"
+            assert who in words, f"{at}: nobody says who died:\n{said}"
+        return died
+
     def finish(self, trace: Path | None = None) -> dict[str, Any]:
         """Goes on to the end; what the run came to, of which its account holds. trace: a file for the points that are passed."""
         code, said = self._start({"TANDEM_CRASH_TRACE": str(trace)} if trace else {})
@@ -79,24 +110,26 @@ class Run:
         """Whether it must end as the undisturbed run: not where a reward's worker died, and groups of that step with it."""
         return self._setting.exact and not self._judge_died
 
-    def _start(self, environment: Mapping[str, str]) -> tuple[int, str]:
+    def _start(self, environment: Mapping[str, str], *more: str) -> tuple[int, str]:
         begun = (self._run / "config.yaml").exists()
         temporary = self._directory / "tmp"
         temporary.mkdir(exist_ok=True)
         before = self._log.stat().st_size if self._log.exists() else 0
-        more = {**self._setting.environment, **environment, MARK: self._mark, "TMPDIR": str(temporary)}
-        code = forked([*self._command, *(["--resume"] if begun else [])], self._log, environment=more)
+        variables = {**self._setting.environment, **environment, MARK: self._mark, "TMPDIR": str(temporary)}
+        code = forked([*self._command, *more, *(["--resume"] if begun else [])], self._log, environment=variables)
         nothing_is_left(self._mark, temporary)
         return code, self._log.read_bytes()[before:].decode()
 
 
 def came_to(run: Path) -> dict[str, Any]:
-    """`outcome`, without what tells of the runtime (bytes that a publish moves) and of kills (which rows outlived them)."""
+    """`outcome`, without what tells of the runtime (bytes that a publish moves) and of deaths (restarts, rows that came back)."""
     found = outcome(run)
-    for line in (*found["metrics"], *found["warmup"]):
-        line.pop("publish/bytes", None)
-        line.pop("queue/dropped/lost_policy", None)
-        line.pop("queue/offered_again", None)
+    for phase in ("metrics", "warmup"):
+        found[phase] = [line for line in found[phase] if "run/restarts" not in line]
+        for line in found[phase]:
+            line.pop("publish/bytes", None)
+            line.pop("queue/dropped/lost_policy", None)
+            line.pop("queue/offered_again", None)
     return found
 
 

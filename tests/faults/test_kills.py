@@ -1,7 +1,8 @@
 """Law 10, end to end: every crash point kills a run once, in one role; the run goes on and loses and repeats nothing.
 
 A run is killed at several points, one after the other, each ROLE/POINT:TIMES as the process passes it that started last. In
-sync mode it must end as the undisturbed run does, to the bit; `make faults` kills every role at every point, at random.
+sync mode it must end as the undisturbed run does, to the bit; `make faults` kills every role at every point, at random. Workers
+die in runs that end then, and in runs that go on by themselves.
 """
 
 from __future__ import annotations
@@ -133,6 +134,11 @@ CHAINS: dict[str, tuple[str, tuple[str, ...]]] = {
 """What is killed: the setting that runs, and where. The first kill leaves something to lose."""
 
 TWO_RANKS = ("trainer-1/update.before_step:3", "trainer-0/update.after_step:5", "trainer-1/train.in_save:4")
+BY_ITSELF = {
+    "one rank after the other": ("ranks", ("trainer-1/update.before_step:3", "trainer-0/train.in_save:2")),
+    "a worker, and the fork server": ("separate_async", ("trainer-0/update.after_step:5", "forkserver/fork.after:3")),
+}
+"""Workers that die once each, in one process of the run."""
 LENT = {"queue.before_release", "queue.after_release"}
 """Passed where a stage runs ahead of its batch, which is where a model beside the policy has ranks of its own: `make faults`."""
 
@@ -172,6 +178,17 @@ def test_a_killed_run_loses_nothing_and_repeats_nothing(chain: str, undisturbed:
 @pytest.mark.slow
 def test_two_ranks_of_which_one_is_killed_lose_nothing(undisturbed: Undisturbed, tmp_path: Path) -> None:
     killed_and_gone_on_with("ranks", TWO_RANKS, tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deaths", BY_ITSELF)
+def test_a_run_whose_workers_die_goes_on_by_itself(deaths: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    name, kills = BY_ITSELF[deaths]
+    run = Run(SETTINGS[name], tmp_path)
+    assert run.outlive(kills) == [*kills]
+    found = run.finish()
+    if run.comparable:
+        assert_same(found, undisturbed(name))
 
 
 def test_every_crash_point_in_the_code_is_killed_at() -> None:

@@ -20,7 +20,7 @@ from tandem.data_proto import Join
 from tandem.errors import ConfigError
 from tandem.models.adapters import LoraConfig
 from tandem.models.language_model import LanguageModel
-from tandem.ports import Runtime, TrainEngine, TransferQueue, WorkerGroup
+from tandem.ports import Death, Runtime, TrainEngine, TransferQueue, WorkerGroup
 from tandem.registry import resolve
 from tandem.runtime.inline import Inline
 from tandem.runtime.placement import Rank, SettledRuntime, place, seated, table
@@ -161,6 +161,11 @@ class Workers:
                 f"runtime.pools.{idle[0]} has no role to hold: a pool of a role has its name ({', '.join(self._places)}), "
                 f"and all others are in pool 'trainer'"
             )
+
+    @property
+    def death(self) -> Death | None:
+        """Of the first process that died without being ended, if one did; also after the `async with`."""
+        return self._runtime.death
 
     def describe(self) -> str:
         """Who goes where: a line a process."""

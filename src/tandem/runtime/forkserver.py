@@ -62,7 +62,9 @@ class ForkServer:
         return self._process.poll() is None
 
     async def fork(self, seat: Seat, end: socket.socket, log: int) -> int:
-        """A worker with this end of a link, its output to the descriptor `log`; its process id."""
+        """A worker with this end of a link, its output to the descriptor `log`; its process id. Raises ConnectionError where the
+        server is gone.
+        """
         try:
             async with asyncio.timeout(_START_LIMIT_S):
                 return await self._link.call(("fork", seat), [end.fileno(), log])
@@ -70,8 +72,6 @@ class ForkServer:
             raise WorkerError(
                 f"the fork server gave no worker within {_START_LIMIT_S:g} s: is this machine short of memory?"
             ) from None
-        except ConnectionError:
-            raise WorkerError("the fork server died while it loaded torch or forked; what it wrote to stderr says why") from None
 
     async def ended(self, pid: int) -> int:
         """Waits for the worker's end: its exit code, or -N where signal N ended it."""

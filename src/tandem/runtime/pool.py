@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from tandem.device import Address
 from tandem.errors import RunError, StalledError, WorkerError
 from tandem.faults import crash_point
+from tandem.ports import Death
 from tandem.runtime.dispatch import Call
 from tandem.runtime.group import Group
 from tandem.runtime.placement import Rank
@@ -53,6 +54,7 @@ class Pool(ABC, Generic[M]):
 
     def __init__(self, name: str, size: int, limit_s: float) -> None:
         self.started = False
+        self.death: Death | None = None
         self._name = name
         self._size = size
         self._limit_s = limit_s
@@ -100,7 +102,9 @@ class Pool(ABC, Generic[M]):
         self._ending = True
         left = await self._kill()
         peers = ", and its peers were ended" if len(self) > 1 else ""
-        self._ended.set_result(f"{member} {how}{peers}{left}. {await member.log_end()}")
+        went, log = f"{how}{peers}{left}", await member.log_end()
+        self.death = Death(f"{member} of pool {self._name} {went}", log)
+        self._ended.set_result(f"{member} {went}. {log}")
 
     async def join(self) -> None:
         """The ranks meet for collectives, once; what they met at stays, since new process groups of theirs meet there too."""
@@ -203,6 +207,11 @@ class Runtime(ABC):
     def __init__(self, pools: Mapping[str, Pool[Any]]) -> None:
         self._pools = pools
         self._declared: list[tuple[PoolGroup, str, tuple[object, ...]]] = []
+
+    @property
+    def death(self) -> Death | None:
+        """See ports.Runtime."""
+        return next((pool.death for pool in self._pools.values() if pool.death is not None), None)
 
     def group(
         self, role: str, pool: str, factory: str, *arguments: object, replicas: int = 1, collectives: bool = False

@@ -6,6 +6,7 @@ import asyncio
 import os
 import platform
 import signal
+import socket
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 from tandem.durable import attempt
 from tandem.errors import WorkerError
+from tandem.ports import Death
 from tandem.runtime.forkserver import ForkServer, fork_server
 from tandem.runtime.keeper import log_end
 from tandem.runtime.link import Link, Question, pack, pair
@@ -92,9 +94,16 @@ class _ProcessPool(Pool[_Process]):
                 ours, theirs = pair()
                 undo.callback(ours.close)
                 with attempt(f"open {path}", path), theirs, path.open("wb") as log:
-                    pid = await self._server.fork(seat, theirs, log.fileno())
+                    pid = await self._forked(seat, theirs, log.fileno())
                 undo.pop_all()
             self._add(_Process(seat, pid, Link(ours, _asks_nothing), path, self._server))
+
+    async def _forked(self, seat: Seat, end: socket.socket, log: int) -> int:
+        try:
+            return await self._server.fork(seat, end, log)
+        except ConnectionError:
+            self.death = Death("the fork server died while it loaded torch or forked", "What it wrote to stderr says why.")
+            raise WorkerError(f"{self.death.who}. {self.death.log}") from None
 
     async def _meet(self) -> Path:
         self._store.unlink(missing_ok=True)

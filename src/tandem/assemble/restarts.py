@@ -1,0 +1,63 @@
+"""When a run goes on by itself: a worker's process died, and a step or a snapshot was new since the run did so last.
+
+How it goes on is the business of `--resume`: everything is built again, and the last whole snapshot is restored. What else ends a
+run (bad input, NaN, a full disk, a wait without progress) would end it again, and is nobody's death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rich.console import Console
+
+from tandem.assemble.phases import Phase
+from tandem.checkpoint.snapshots import SnapshotStore
+
+
+class Restarts:
+    """most: times in a row without anything new between. total: of the run; of those in earlier processes, what snapshots know."""
+
+    def __init__(self, most: int, console: Console) -> None:
+        self.total = 0
+        self._most, self._console = most, console
+        self._in_vain = 0
+        self._furthest: dict[str, int] = {}
+        self._running: tuple[Phase, SnapshotStore] | None = None
+        self._unlogged = ""  # the phase of the last one
+
+    def watch(self, phase: Phase, store: SnapshotStore) -> None:
+        """From now on the processes of this phase are those that may die."""
+        self._running = phase, store
+
+    def reached(self, what: str, step: int) -> None:
+        """What goes on is no circle where this is new."""
+        if step > self._furthest.get(what, -1):
+            self._furthest[what] = step
+            self._in_vain = 0
+
+    def go_on(self) -> bool:
+        """After an error: whether the run goes on by itself, which is said, with who died."""
+        task, running, self._running = asyncio.current_task(), self._running, None
+        if running is None or (death := running[0].workers.death) is None or (task is not None and task.cancelling()):
+            return False
+        phase, store = running
+        if self._in_vain >= self._most:
+            if self._in_vain:
+                self._warn(f"{phase.name} came no further since restart {self.total}, and does not go on by itself again")
+            return False
+        self._in_vain += 1
+        self.total += 1
+        self._unlogged = phase.name
+        where = f"step {store.steps[0]}" if store.steps else "its beginning"
+        self._warn(f"{death.who}: {phase.name} goes on by itself from {where} (restart {self.total}). {death.log}")
+        return True
+
+    def logged(self, phase: Phase) -> bool:
+        """Whether one of this phase is to be logged; once for each."""
+        if self._unlogged != phase.name:
+            return False
+        self._unlogged = ""
+        return True
+
+    def _warn(self, what: str) -> None:
+        self._console.print(f"warning: {what}", style="yellow", markup=False, highlight=False, soft_wrap=True)
