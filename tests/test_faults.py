@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.faults import mark
+
 CODE = """
 from tandem.faults import crash_point, take_role
 for turn in range(3):
@@ -35,6 +37,7 @@ def run(crash_at: str | None, **more: str) -> subprocess.CompletedProcess[str]:
         ("controller/door", 0),
         ("worker-1/door", 1),
         ("worker-1/window:2", 3),
+        ("elsewhere window:2 door:3", 2),
     ],
 )
 def test_dies_at_the_named_point_the_named_time(crash_at: str, printed: int) -> None:
@@ -47,6 +50,14 @@ def test_dies_at_the_named_point_the_named_time(crash_at: str, printed: int) -> 
 def test_lives_otherwise(crash_at: str | None) -> None:
     done = run(crash_at)
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 3)
+
+
+def test_with_once_only_the_first_process_dies_there(tmp_path: Path) -> None:
+    at = "worker-1/window:2"
+    assert run(at, TANDEM_CRASH_ONCE=str(tmp_path)).returncode == -signal.SIGKILL
+    assert mark(tmp_path, at).exists()
+    assert run(f"{at} controller/window", TANDEM_CRASH_ONCE=str(tmp_path)).returncode == -signal.SIGKILL
+    assert run(f"{at} controller/window", TANDEM_CRASH_ONCE=str(tmp_path)).returncode == 0
 
 
 def test_a_trace_says_who_passed_what(tmp_path: Path) -> None:

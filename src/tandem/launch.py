@@ -220,7 +220,7 @@ class _PhaseRun:
         self.began_s = began_s
         if phase.copies_policy and (self.store.latest() is None or not initial.is_dir()):
             phase.model.save(initial)
-        self.restarts.watch(phase, self.store)
+        self.restarts.watch(phase.name, self.store, lambda: phase.workers.death)
         async with phase.workers, aclosing(phase.checkpoint):
             await phase.begin(initial)
             try:
@@ -237,7 +237,7 @@ class _PhaseRun:
             closing(SampleLog(self.directory / "samples.jsonl")) as self.samples,
         ):
             await self._restore()
-            if self.restarts.logged(phase):
+            if self.restarts.logged(phase.name):
                 self.trackers.log(Metrics.sum({"run/restarts": 1}), phase.source.policy.version)
             if not self.before and self._measures:
                 first = await self._evaluate(0)

@@ -425,24 +425,8 @@ class WeightWorker(Protocol):
     async def logprobs(self, rows: DataProto) -> DataProto: ...  # as TrainEngine.forward gives them
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
-    """Of a worker's process that nobody ended. who: it, and how it went, as the beginning of a sentence. log: the end of what it
-    wrote, as sentences.
-    """
-
-    who: str
-    log: str
-
-
 class Runtime(Protocol):
-    """Where workers live, for the length of an `async with`: groups are declared before, and built as it begins.
-
-    death: of the first process that died without being ended, if one did; also after the `async with`.
-    """
-
-    @property
-    def death(self) -> Death | None: ...
+    """Where workers live, for the length of an `async with`: groups are declared before, and built as it begins."""
 
     def group(
         self, role: str, pool: str, factory: str, *arguments: object, replicas: int = 1, collectives: bool = False

@@ -32,6 +32,7 @@ def broad_excepts(tree: ast.AST) -> list[int]:
 
 SUPERVISED_EDGES = {
     "durable.py": 1,  # what is written beside the run
+    "launch.py": 1,  # a run whose worker died, whatever that was called where it was noticed
     "rewards/child.py": 1,  # a reward's call
     "runtime/link.py": 1,  # what another process asks
     "runtime/objects.py": 1,  # what is asked through Ray

@@ -1,6 +1,7 @@
 """A recipe means the same in this process and in processes of their own: one rank bit for bit, two within rounding.
 
-A worker that dies ends the run with an error that names it, and the resumed run ends as if nothing had happened.
+A worker that dies ends a run that is not to go on by itself (tests/faults) with an error that names it, and the resumed run ends as
+if nothing had happened.
 """
 
 from __future__ import annotations
@@ -172,10 +173,10 @@ def test_export_needs_a_run_and_room(
 def test_one_rank_that_is_killed_is_named_within_seconds_and_nothing_is_lost(
     runtime: str, end: str, straight: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In the middle of whatever it does. What two ranks compute has the same bits wherever they are."""
+    """In the middle of whatever it does, where a death ends the run. What two ranks compute has the same bits wherever they are."""
     run, log = tmp_path / "run", tmp_path / "log"
     there = {"RAY_ADDRESS": cluster().address} if runtime == "ray" else {}
-    arguments = [*PPO, f"runtime={runtime}"]
+    arguments = [*PPO, f"runtime={runtime}", "trainer.restarts=0"]
     killed: list[float] = []
 
     def kill() -> None:

@@ -36,9 +36,13 @@ class Run:
         self._mark = secrets.token_hex(8)
         self._judge_died = False
 
-    def kill(self, at: str) -> None:
-        """Starts the run, or goes on with it, until ROLE/POINT:TIMES, which ends it; checks how, and that nothing of it is left."""
-        code, said = self._start({"TANDEM_CRASH_AT": at}, *ENDED_BY_A_DEATH)
+    def kill(self, at: str, *, by_itself: str = "") -> None:
+        """Starts the run, or goes on with it, until ROLE/POINT:TIMES, which ends it; checks how, and that nothing of it is left.
+
+        by_itself: it may go on by itself, each time until that point, and says this in the end.
+        """
+        code, said = self._start({"TANDEM_CRASH_AT": at}, *([] if by_itself else ENDED_BY_A_DEATH))
+        assert by_itself in said
         role, _, point = at.rpartition("/")
         if code == 0 and (role != "reward" or point.startswith("judge.ready")):
             raise UnreachedError(f"{at} was not passed so often:\n{said}")

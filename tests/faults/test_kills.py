@@ -136,6 +136,7 @@ CHAINS: dict[str, tuple[str, tuple[str, ...]]] = {
 TWO_RANKS = ("trainer-1/update.before_step:3", "trainer-0/update.after_step:5", "trainer-1/train.in_save:4")
 BY_ITSELF = {
     "one rank after the other": ("ranks", ("trainer-1/update.before_step:3", "trainer-0/train.in_save:2")),
+    "an actor": ("ray", ("trainer-1/forward.after:4",)),
     "a worker, and the fork server": ("separate_async", ("trainer-0/update.after_step:5", "forkserver/fork.after:3")),
 }
 """Workers that die once each, in one process of the run."""
@@ -181,7 +182,9 @@ def test_two_ranks_of_which_one_is_killed_lose_nothing(undisturbed: Undisturbed,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deaths", BY_ITSELF)
+@pytest.mark.parametrize(
+    "deaths", [pytest.param(each, marks=pytest.mark.ray if setting == "ray" else ()) for each, (setting, _) in BY_ITSELF.items()]
+)
 def test_a_run_whose_workers_die_goes_on_by_itself(deaths: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
     name, kills = BY_ITSELF[deaths]
     run = Run(SETTINGS[name], tmp_path)
@@ -189,6 +192,14 @@ def test_a_run_whose_workers_die_goes_on_by_itself(deaths: str, undisturbed: Und
     found = run.finish()
     if run.comparable:
         assert_same(found, undisturbed(name))
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_dies_again_and_again_ends_with_what_killed_it(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Each process that gets so far; the run that is gone on with, where none dies, loses nothing."""
+    run = Run(SETTINGS["ranks"], tmp_path)
+    run.kill("trainer-1/update.before_step:1", by_itself="warmup came no further since restart 1")
+    assert_same(run.finish(), undisturbed("ranks"))
 
 
 def test_every_crash_point_in_the_code_is_killed_at() -> None:

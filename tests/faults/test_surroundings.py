@@ -1,4 +1,4 @@
-"""What the surroundings do to a run: an engine that is slow or stuck, a disk that is full, a clock that jumps.
+"""What the surroundings do to a run: an engine that is slow or stuck, a worker that dies, a disk that is full, a clock that jumps.
 
 Where the run can go on, it ends as if nothing had happened; where it cannot, the error says why, and the resumed run does.
 """
@@ -9,6 +9,7 @@ import ast
 import asyncio
 import ctypes
 import errno
+import json
 import os
 import threading
 import time
@@ -21,19 +22,21 @@ import pytest
 
 import tandem
 from tandem.assemble import phases
+from tandem.assemble.workers import Workers
 from tandem.durable import AppendLog
 from tandem.errors import EngineError, SnapshotError
 from tandem.rollout.stepping import SteppingEngine
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import Metrics
 from tests.e2e.runs import assert_same, forked, outcome, read_lines, started, write_recipe
+from tests.faults.kills import came_to
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("undisturbed")
     assert forked(command(directory), directory / "log") == 0, (directory / "log").read_text()
-    return outcome(directory / "run")
+    return came_to(directory / "run")
 
 
 def command(directory: Path) -> list[str]:
@@ -67,7 +70,7 @@ def stuck_engine() -> None:
 
 def test_a_slow_engine_changes_nothing(undisturbed: dict[str, Any], tmp_path: Path) -> None:
     assert forked(command(tmp_path), tmp_path / "log", before=slow_engine) == 0
-    assert_same(outcome(tmp_path / "run"), undisturbed)
+    assert_same(came_to(tmp_path / "run"), undisturbed)
 
 
 def test_an_engine_that_never_answers_is_an_error_that_shows_who_waits_where(undisturbed: dict[str, Any], tmp_path: Path) -> None:
@@ -81,7 +84,51 @@ def test_an_engine_that_never_answers_is_an_error_that_shows_who_waits_where(und
         assert place in said, said
     assert "go on with: tandem train" in " ".join(said.split())
     assert forked([*command(tmp_path), "--resume"], log) == 0, log.read_text()
-    assert_same(outcome(tmp_path / "run"), undisturbed)
+    assert_same(came_to(tmp_path / "run"), undisturbed)
+
+
+# --------------------------------------------------------------------------------------------------------- worker
+
+
+def worker_that_dies(at: int) -> None:
+    """As if the process of the engine's rank were killed in its optimiser's step of that number, once."""
+    step, steps = TorchEngine.step, count(1)
+
+    def dies(self: TorchEngine) -> Metrics:
+        if next(steps) == at:
+            Workers.death = "rank 0 of pool trainer was killed, says the test"  # type: ignore[assignment]
+            raise EngineError("what a death looks like from elsewhere, says the test")
+        return step(self)
+
+    TorchEngine.step = dies  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("at", "where"),
+    [
+        pytest.param(5, "warmup goes on by itself from step 4", marks=pytest.mark.slow),
+        (11, "train goes on by itself from step"),
+    ],
+)
+def test_a_run_whose_worker_dies_goes_on_to_the_same_end(at: int, where: str, undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    """`test_kills.py` does it with processes."""
+    log, run = tmp_path / "log", tmp_path / "run"
+    assert forked(command(tmp_path), log, before=partial(worker_that_dies, at)) == 0, log.read_text()
+    said = " ".join(log.read_text().split())
+    assert f"warning: {where}" in said
+    assert "(restart 1): rank 0 of pool trainer was killed, says the test" in said
+    assert_same(came_to(run), undisturbed)
+    assert json.loads((run / "summary.json").read_text())["restarts"] == 1
+    metrics = run / "metrics.jsonl" if "train" in where else run / "warmup" / "metrics.jsonl"
+    assert [line["run/restarts"] for line in read_lines(metrics) if "run/restarts" in line] == [1]
+
+
+def test_a_death_ends_a_run_that_is_not_to_go_on(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert forked([*command(tmp_path), "trainer.restarts=0"], log, before=partial(worker_that_dies, 1)) == 1
+    said = " ".join(log.read_text().split())
+    assert "error: what a death looks like from elsewhere" in said
+    assert "by itself" not in said
 
 
 # ----------------------------------------------------------------------------------------------------------- disk
@@ -109,7 +156,7 @@ def test_a_full_disk_in_the_middle_of_a_line(name: str, number: int, undisturbed
     assert "MB are free at" in said
     assert "Traceback" not in said
     assert forked([*command(tmp_path), "--resume"], log) == 0, log.read_text()
-    assert_same(outcome(tmp_path / "run"), undisturbed)
+    assert_same(came_to(tmp_path / "run"), undisturbed)
 
 
 def disk(slow_s: float = 0.0, *, taken: int = 1000, problem: OSError | None = None) -> None:
@@ -129,7 +176,7 @@ def disk(slow_s: float = 0.0, *, taken: int = 1000, problem: OSError | None = No
 
 def test_a_slow_disk_changes_nothing(undisturbed: dict[str, Any], tmp_path: Path) -> None:
     assert forked(command(tmp_path), tmp_path / "log", before=partial(disk, 0.2)) == 0, (tmp_path / "log").read_text()
-    assert_same(outcome(tmp_path / "run"), undisturbed)
+    assert_same(came_to(tmp_path / "run"), undisturbed)
 
 
 def test_a_run_that_is_killed_while_a_snapshot_is_written_goes_on_from_the_one_before(
@@ -148,7 +195,7 @@ def test_a_run_that_is_killed_while_a_snapshot_is_written_goes_on_from_the_one_b
     assert forked([*arguments, "--resume"], log) == 0, log.read_text()
     assert "resuming from" in log.read_text()
     assert "step-00000001" in log.read_text()
-    assert_same(outcome(tmp_path / "run"), undisturbed)
+    assert_same(came_to(tmp_path / "run"), undisturbed)
 
 
 def test_a_disk_that_takes_no_more_is_an_error_that_names_the_snapshot(undisturbed: dict[str, Any], tmp_path: Path) -> None:
@@ -160,7 +207,7 @@ def test_a_disk_that_takes_no_more_is_an_error_that_names_the_snapshot(undisturb
     assert "threading.Event().wait()" in said
     assert "Traceback" not in said
     assert forked([*command(tmp_path), "--resume"], log) == 0, log.read_text()
-    assert_same(outcome(tmp_path / "run"), undisturbed)
+    assert_same(came_to(tmp_path / "run"), undisturbed)
 
 
 def no_room_for_a_copy() -> None:
@@ -171,7 +218,7 @@ def no_room_for_a_copy() -> None:
 def test_without_room_for_a_copy_the_run_waits_for_its_snapshots(undisturbed: dict[str, Any], tmp_path: Path) -> None:
     assert forked(command(tmp_path), tmp_path / "log", before=no_room_for_a_copy) == 0, (tmp_path / "log").read_text()
     assert "train: this machine has no room for a copy of what is trained, so that the run waits" in (tmp_path / "log").read_text()
-    assert_same(outcome(tmp_path / "run"), undisturbed)
+    assert_same(came_to(tmp_path / "run"), undisturbed)
 
 
 FULL = OSError("the disk is full, says the test")
@@ -186,7 +233,7 @@ def test_a_snapshot_that_fails_while_the_run_goes_on_ends_it(taken: int, undistu
     assert "Traceback" not in said
     assert not (tmp_path / "run" / "summary.json").exists()
     assert forked([*command(tmp_path), "--resume"], log) == 0, log.read_text()
-    assert_same(outcome(tmp_path / "run"), undisturbed)
+    assert_same(came_to(tmp_path / "run"), undisturbed)
 
 
 def engine_and_disk_fail(taken: int) -> None:
@@ -278,7 +325,7 @@ def jumping_clock() -> None:
 
 def test_a_clock_that_jumps_changes_nothing(undisturbed: dict[str, Any], tmp_path: Path) -> None:
     assert forked(command(tmp_path), tmp_path / "log", before=jumping_clock) == 0, (tmp_path / "log").read_text()
-    assert_same(outcome(tmp_path / "run"), undisturbed)
+    assert_same(came_to(tmp_path / "run"), undisturbed)
 
 
 def test_the_time_of_day_is_for_people_alone() -> None:

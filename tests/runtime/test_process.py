@@ -17,7 +17,7 @@ import torch
 
 from tandem.device import Hardware
 from tandem.errors import RegistryError, RunError, StalledError, WorkerError
-from tandem.runtime.forkserver import fork_server
+from tandem.runtime.forkserver import ForkServer, fork_server
 from tandem.runtime.placement import ResourcePool, place
 from tandem.runtime.pool import PoolGroup
 from tandem.runtime.process import Processes
@@ -77,6 +77,9 @@ def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_words_and_its_
             error.value
         )
         assert "pool-1.log:\n  my last word" in str(error.value)
+        how = f"rank 1 (process {pids[1]} on {node}) of pool pool was killed by SIGKILL, and its peers were ended. The end of"
+        assert group._pool.death.startswith(how)
+        assert group._pool.death.endswith("pool-1.log:\n  my last word")
         assert not any(map(alive, pids))
         with pytest.raises(WorkerError, match=r"policy\.pid cannot be called: rank 1 .*SIGKILL"):
             await group.call(Worker.pid)
@@ -163,6 +166,7 @@ def test_a_call_without_progress_shows_where_each_rank_stands(run: Callable[...,
         assert "rank 1 (process" in text
         assert "rank 0 (process" not in text
         assert "time.sleep(seconds)" in text
+        assert not group._pool.death, "it was ended"
         with pytest.raises(WorkerError, match=r"policy\.sleep stalled"):
             await group.call(Worker.pid)
 
@@ -203,6 +207,7 @@ def test_a_rank_that_fails_frees_the_peers_that_wait_for_it(run: Callable[..., N
         assert "fail_before_adding" in error.value.__notes__[0]
         with pytest.raises(WorkerError, match="failed on a rank for which others waited: rank 0 cannot"):
             await group.call(Worker.pid)
+        assert not group._pool.death, "it was ended"
 
     run(use, collectives=True)
 
@@ -331,6 +336,21 @@ def test_a_fork_server_that_dies_ends_its_workers_and_is_replaced(run: Callable[
 
     first = run(use)
     assert set(first).isdisjoint(run(lambda group: group.call_each(Worker.pid)))
+
+
+def test_a_fork_server_that_dies_before_it_has_forked_is_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def gone(*arguments: object) -> int:
+        raise ConnectionResetError
+
+    async def main() -> None:
+        runtime = Processes(place([ResourcePool("pool", 1)], Hardware(cores=1)), tmp_path)
+        assert not runtime.death
+        with pytest.raises(WorkerError, match="the fork server died while it loaded torch or forked"):
+            await runtime.__aenter__()
+        assert runtime.death == "the fork server died while it loaded torch or forked; what it wrote to stderr says why"
+
+    monkeypatch.setattr(ForkServer, "fork", gone)
+    asyncio.run(main())
 
 
 def test_a_worker_runs_registered_methods_only(run: Callable[..., None]) -> None:

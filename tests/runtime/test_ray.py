@@ -78,6 +78,8 @@ def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_words_and_its_
         assert f"policy.die: rank 1 (process {pids[1]} on {os.uname().nodename}) died (Ray: Worker unexpectedly exits" in text
         assert "its peers were ended" in text
         assert "pool-1.log:\n  my last word" in text
+        assert group._pool.death.startswith(f"rank 1 (process {pids[1]} on {os.uname().nodename}) of pool pool died (Ray: Worker")
+        assert group._pool.death.endswith("pool-1.log:\n  my last word")
         assert gone_within([*pids, *children], 5)
         with pytest.raises(WorkerError, match=r"policy\.pid cannot be called: rank 1 .*died"):
             await group.call(Worker.pid)

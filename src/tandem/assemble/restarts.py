@@ -7,10 +7,10 @@ run (bad input, NaN, a full disk, a wait without progress) would end it again, a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from rich.console import Console
 
-from tandem.assemble.phases import Phase
 from tandem.checkpoint.snapshots import SnapshotStore
 
 
@@ -22,12 +22,12 @@ class Restarts:
         self._most, self._console = most, console
         self._in_vain = 0
         self._furthest: dict[str, int] = {}
-        self._running: tuple[Phase, SnapshotStore] | None = None
+        self._running: tuple[str, SnapshotStore, Callable[[], str]] | None = None
         self._unlogged = ""  # the phase of the last one
 
-    def watch(self, phase: Phase, store: SnapshotStore) -> None:
-        """From now on the processes of this phase are those that may die."""
-        self._running = phase, store
+    def watch(self, phase: str, store: SnapshotStore, death: Callable[[], str]) -> None:
+        """From now on this phase runs. death: which process of its workers died, and how, if one did."""
+        self._running = phase, store, death
 
     def reached(self, what: str, step: int) -> None:
         """What goes on is no circle where this is new."""
@@ -38,23 +38,25 @@ class Restarts:
     def go_on(self) -> bool:
         """After an error: whether the run goes on by itself, which is said, with who died."""
         task, running, self._running = asyncio.current_task(), self._running, None
-        if running is None or (death := running[0].workers.death) is None or (task is not None and task.cancelling()):
+        if running is None or (task is not None and task.cancelling()):
             return False
-        phase, store = running
+        phase, store, find = running
+        if not (death := find()):
+            return False
         if self._in_vain >= self._most:
             if self._in_vain:
-                self._warn(f"{phase.name} came no further since restart {self.total}, and does not go on by itself again")
+                self._warn(f"{phase} came no further since restart {self.total}, and does not go on by itself again")
             return False
         self._in_vain += 1
         self.total += 1
-        self._unlogged = phase.name
+        self._unlogged = phase
         where = f"step {store.steps[0]}" if store.steps else "its beginning"
-        self._warn(f"{death.who}: {phase.name} goes on by itself from {where} (restart {self.total}). {death.log}")
+        self._warn(f"{phase} goes on by itself from {where} (restart {self.total}): {death}")
         return True
 
-    def logged(self, phase: Phase) -> bool:
+    def logged(self, phase: str) -> bool:
         """Whether one of this phase is to be logged; once for each."""
-        if self._unlogged != phase.name:
+        if self._unlogged != phase:
             return False
         self._unlogged = ""
         return True

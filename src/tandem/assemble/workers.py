@@ -20,10 +20,11 @@ from tandem.data_proto import Join
 from tandem.errors import ConfigError
 from tandem.models.adapters import LoraConfig
 from tandem.models.language_model import LanguageModel
-from tandem.ports import Death, Runtime, TrainEngine, TransferQueue, WorkerGroup
+from tandem.ports import Runtime, TrainEngine, TransferQueue, WorkerGroup
 from tandem.registry import resolve
 from tandem.runtime.inline import Inline
 from tandem.runtime.placement import Rank, SettledRuntime, place, seated, table
+from tandem.runtime.pool import Runtime as Pools
 from tandem.runtime.process import Processes
 from tandem.runtime.queue_service import QueueServer, shared
 from tandem.train.config import TrainConfig
@@ -119,12 +120,13 @@ class Workers:
         self._places: dict[str, str] = {}  # role -> pool
         self.shared = config.name == "inline"
         self._services: list[AbstractAsyncContextManager[Any, Any]] = []
+        self._processes: Pools | None = None
         if self.shared:
             self._runtime: Runtime = Inline()
             self._queue = queue
         elif config.name == "process":
             self._seats = place(config.resource_pools, device.hardware())
-            self._runtime = Processes(self._seats, logs, limit_s=config.limit_s)
+            self._runtime = self._processes = Processes(self._seats, logs, limit_s=config.limit_s)
             server = QueueServer(queue)
             self._services.append(server)
             self._queue = server.client()
@@ -134,7 +136,7 @@ class Workers:
             cluster_type, server_type = cast("tuple[type[RayCluster], type[RayQueueServer]]", tuple(kinds))
             cluster = cluster_type(config.resource_pools, logs, limit_s=config.limit_s)
             serving = server_type(queue, cluster)
-            self._runtime = cluster
+            self._runtime = self._processes = cluster
             self._services.append(serving)
             self._queue = serving.client()
 
@@ -163,9 +165,11 @@ class Workers:
             )
 
     @property
-    def death(self) -> Death | None:
-        """Of the first process that died without being ended, if one did; also after the `async with`."""
-        return self._runtime.death
+    def death(self) -> str:
+        """Which process died first that nobody ended, how, and the end of its log, as sentences; "" where none did. Also after
+        the `async with`.
+        """
+        return self._processes.death if self._processes is not None else ""
 
     def describe(self) -> str:
         """Who goes where: a line a process."""

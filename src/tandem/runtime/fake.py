@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Self, TypeVar, cast
 
-from tandem.ports import Death
 from tandem.registry import resolve
 from tandem.runtime.dispatch import registered
 from tandem.runtime.placement import Rank
@@ -17,10 +16,9 @@ W = TypeVar("W")
 
 
 class FakeRuntime:
-    """Implements ports.Runtime. groups: by role. death: to be set by a test."""
+    """Implements ports.Runtime. groups: by role."""
 
     def __init__(self) -> None:
-        self.death: Death | None = None
         self.groups: dict[str, FakeGroup] = {}
 
     def group(

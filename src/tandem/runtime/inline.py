@@ -16,8 +16,6 @@ from tandem.runtime.placement import Rank
 class Inline:
     """The runtime of this process: one rank a group, made when it is declared; pools mean nothing."""
 
-    death = None  # with a worker of this process all of it would die
-
     def group(
         self, role: str, pool: str, factory: str, *arguments: object, replicas: int = 1, collectives: bool = False
     ) -> InlineGroup:

@@ -20,7 +20,6 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from tandem.device import Address
 from tandem.errors import RunError, StalledError, WorkerError
 from tandem.faults import crash_point
-from tandem.ports import Death
 from tandem.runtime.dispatch import Call
 from tandem.runtime.group import Group
 from tandem.runtime.placement import Rank
@@ -54,7 +53,7 @@ class Pool(ABC, Generic[M]):
 
     def __init__(self, name: str, size: int, limit_s: float) -> None:
         self.started = False
-        self.death: Death | None = None
+        self.death = ""  # who died that nobody ended, how, and the end of its log, as sentences
         self._name = name
         self._size = size
         self._limit_s = limit_s
@@ -103,7 +102,7 @@ class Pool(ABC, Generic[M]):
         left = await self._kill()
         peers = ", and its peers were ended" if len(self) > 1 else ""
         went, log = f"{how}{peers}{left}", await member.log_end()
-        self.death = Death(f"{member} of pool {self._name} {went}", log)
+        self.death = f"{member} of pool {self._name} {went}. {log}"
         self._ended.set_result(f"{member} {went}. {log}")
 
     async def join(self) -> None:
@@ -209,9 +208,9 @@ class Runtime(ABC):
         self._declared: list[tuple[PoolGroup, str, tuple[object, ...]]] = []
 
     @property
-    def death(self) -> Death | None:
-        """See ports.Runtime."""
-        return next((pool.death for pool in self._pools.values() if pool.death is not None), None)
+    def death(self) -> str:
+        """Who died first that nobody ended, how, and the end of its log, as sentences; "" where none did. Also after the end."""
+        return next((pool.death for pool in self._pools.values() if pool.death), "")
 
     def group(
         self, role: str, pool: str, factory: str, *arguments: object, replicas: int = 1, collectives: bool = False

@@ -15,7 +15,6 @@ from typing import Any
 
 from tandem.durable import attempt
 from tandem.errors import WorkerError
-from tandem.ports import Death
 from tandem.runtime.forkserver import ForkServer, fork_server
 from tandem.runtime.keeper import log_end
 from tandem.runtime.link import Link, Question, pack, pair
@@ -102,8 +101,8 @@ class _ProcessPool(Pool[_Process]):
         try:
             return await self._server.fork(seat, end, log)
         except ConnectionError:
-            self.death = Death("the fork server died while it loaded torch or forked", "What it wrote to stderr says why.")
-            raise WorkerError(f"{self.death.who}. {self.death.log}") from None
+            self.death = "the fork server died while it loaded torch or forked; what it wrote to stderr says why"
+            raise WorkerError(self.death) from None
 
     async def _meet(self) -> Path:
         self._store.unlink(missing_ok=True)
