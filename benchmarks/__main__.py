@@ -74,6 +74,7 @@ SCRIPTS = {
     "queues": Script("transferqueue", 250),
     "weight_sync": Script("", 250),
     "runtime": Script("verl", 250),
+    "fsdp": Script("", 250),
 }
 
 

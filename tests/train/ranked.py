@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from tandem.models.adapters import trained
 from tandem.models.language_model import LanguageModel
 from tandem.ports import Collect, Dispatch, register
 from tandem.runtime.placement import Rank
+from tandem.train import fsdp
 from tandem.train.config import TrainConfig
 from tandem.train.fsdp import FsdpConfig, fsdp_engine
 from tandem.train.torch_engine import TorchEngine
@@ -48,10 +50,18 @@ class Trainer:
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def make(
-        self, decoder: LanguageModel, config: TrainConfig, replicas: int = 1, limit_s: float = 60.0, offload: bool = False
+        self,
+        decoder: LanguageModel,
+        config: TrainConfig,
+        replicas: int = 1,
+        limit_s: float = 60.0,
+        offload: bool = False,
+        small: bool = True,
     ) -> None:
+        """small: as its size says; else as a model that is large for the device."""
         trained(decoder, decoder.adapter)  # what wants a gradient does not travel with a tensor
-        self.engine = fsdp_engine(decoder, config, FsdpConfig(replicas, offload), device.select("cpu"), limit_s=limit_s)
+        with nullcontext() if small else patch.object(fsdp, "_SMALL", 0):
+            self.engine = fsdp_engine(decoder, config, FsdpConfig(replicas, offload), device.select("cpu"), limit_s=limit_s)
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def train(self, steps: Sequence[Sequence[DataProto]], loss: LossRef) -> Trained:
@@ -72,6 +82,13 @@ class Trainer:
         with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduce:
             self.engine.forward_backward(parts[self.rank.index], loss)
         return reduce.call_count
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def gatherings(self, parts: Sequence[DataProto], loss: LossRef) -> int:
+        """How often weights are gathered from shards in one call."""
+        with patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gather:
+            self.engine.forward_backward(parts[self.rank.index], loss)
+        return gather.call_count
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
     async def save(self, path: Path) -> None:

@@ -53,9 +53,9 @@ class Pools:
         """Of both ranks."""
         return [shard for shards in self.each(Trainer.weights) for shard in shards]
 
-    def each(self, method: Callable[..., Any], *args: Any, ranks: int = 2) -> list[Any]:
+    def each(self, method: Callable[..., Any], *args: Any, ranks: int = 2, **options: Any) -> list[Any]:
         """What each rank answers."""
-        return self._runner.run(self._groups[ranks].call_each(method, *args))
+        return self._runner.run(self._groups[ranks].call_each(method, *args, **options))
 
 
 def processes(pools: Sequence[ResourcePool], logs: Path) -> Processes:
@@ -139,19 +139,20 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "config"),
+    ("replicas", "config", "small"),
     [
-        (1, replace(SGD, micro_batch_tokens=1)),
-        (1, SGD),
-        (1, replace(SGD, micro_batch_tokens=1000, activation_checkpointing=True)),
-        (2, SGD),
+        (1, replace(SGD, micro_batch_tokens=1), True),
+        (1, SGD, True),
+        (1, SGD, False),
+        (1, replace(SGD, micro_batch_tokens=1000, activation_checkpointing=True), True),
+        (2, SGD, True),
     ],
-    ids=["row by row", "fsdp", "all rows, recomputed", "hsdp"],
+    ids=["row by row", "fsdp", "large", "all rows, recomputed", "hsdp"],
 )
-def test_two_ranks_train_as_one(pools: Pools, replicas: int, config: TrainConfig) -> None:
+def test_two_ranks_train_as_one(pools: Pools, replicas: int, config: TrainConfig, small: bool) -> None:
     want = alone(5)
     for split in SPLITS:
-        pools.each(Trainer.make, tiny_decoder(), config, replicas)
+        pools.each(Trainer.make, tiny_decoder(), config, replicas, small=small)
         ranks: list[Trained] = pools.each(Trainer.train, [split(batch) for batch in batches(5, 2)], GRPO)
         assert_close(blocks(ranks, "gradient"), whole(want.gradient))
         assert_close(blocks(ranks, "weights"), whole(want.weights))
@@ -210,6 +211,16 @@ def test_gradients_of_all_micro_batches_are_reduced_once(pools: Pools) -> None:
     pools.each(Trainer.make, tiny_decoder(), replace(SGD, micro_batch_tokens=1))
     groups = TINY.num_layers + 1
     assert pools.each(Trainer.reductions, unevenly(weighted(make_rows(LENGTHS), 2)), GRPO) == [groups, groups]
+
+
+@pytest.mark.parametrize(
+    ("small", "want"), [(True, TINY.num_layers + 1), (False, 2 * (2 * TINY.num_layers + 1))], ids=["small", "large"]
+)
+def test_a_small_model_is_gathered_once_a_call(pools: Pools, small: bool, want: int) -> None:
+    """And a large one for each forward and backward, but for what is outside its layers."""
+    pools.each(Trainer.make, tiny_decoder(), replace(SGD, micro_batch_tokens=1), small=small)
+    parts = [part.select(range(2)) for part in evenly(weighted(make_rows(LENGTHS), 2))]
+    assert pools.each(Trainer.gatherings, parts, GRPO) == [want, want]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -482,6 +493,25 @@ def test_each_rank_reads_its_part_of_a_directory(pools: Pools, tmp_path: Path) -
     pools.each(Trainer.load_weights, tmp_path)
     found = whole(pools.weights())
     assert all(torch.equal(found[name], weight) for name, weight in tiny_decoder(7).named_parameters())
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+@pytest.mark.parametrize("saved", ["directory", "snapshot"])
+def test_weights_that_are_loaded_after_a_pass_are_those_of_the_next_pass(
+    pools: Pools, tmp_path: Path, saved: str, small: bool
+) -> None:
+    batch, other = make_rows(LENGTHS), tiny_decoder(7)
+    want = TorchEngine(other, SGD).forward(batch, frozenset({"logprobs"}))["logprobs"]
+    pools.each(Trainer.make, tiny_decoder(), SGD, small=small)
+    pools.each(Trainer.score, evenly(batch), frozenset({"logprobs"}))
+    if saved == "directory":
+        save_decoder(other, tmp_path / saved)
+        pools.each(Trainer.load_weights, tmp_path / saved)
+    else:
+        TorchEngine(other, SGD).save(tmp_path / saved)
+        pools.each(Trainer.load, tmp_path / saved)
+    got = DataProto.concat(pools.each(Trainer.score, evenly(batch), frozenset({"logprobs"}))).by_keys(batch.keys)
+    assert torch.equal(got["logprobs"], want)
 
 
 def test_what_one_rank_saved_two_go_on_with_and_the_reverse(pools: Pools, tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Training over several processes: the model's weights, gradients and optimiser state are cut into shards (FSDP2).
 
 `fsdp_engine` makes a TorchEngine whose decoder is sharded by `torch.distributed.fsdp.fully_shard`, layer by layer: a layer's
-weights are gathered for its forward and again for its backward, in the compute dtype, and its gradients are reduced in
-float32, once for all micro-batches of a call. With `replicas` above 1 each shard exists that often (HSDP). Gathered weights
-are exact copies, so that in float32 and in bfloat16 log-probabilities are those of one process, bit for bit.
+weights are gathered in the compute dtype, and its gradients are reduced in float32, once for all micro-batches of a call. Where
+the whole model is small beside the device's memory a layer is gathered once in a call, and else for each forward and again for
+its backward. With `replicas` above 1 each shard exists that often (HSDP). Gathered weights are exact copies, so that in float32
+and in bfloat16 log-probabilities are those of one process, bit for bit.
 
 FSDP2 averages gradients over ranks, and so do metrics; loss weights that make up for it are `step_columns(..., ranks=)`.
 A rank with fewer micro-batches than another, or with none, takes part in the rest with passes without tokens.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -39,6 +40,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
+_SMALL = 1 / 32  # of a device's memory: a model that takes no more stays gathered for a call
+
 
 @dataclass(frozen=True)
 class FsdpConfig:
@@ -58,7 +61,9 @@ def fsdp_engine(decoder: LanguageModel, config: TrainConfig, fsdp: FsdpConfig, w
     limit_s: of each collective between shards or replicas. Raises DeviceError where the ranks cannot be `fsdp.replicas` copies.
     """
     mesh, writing = device.mesh(where, fsdp.replicas, limit_s), device.group_apart(limit_s)
-    return TorchEngine(decoder, config, Shards(decoder, mesh, writing, offload=fsdp.offload))
+    size = sum(parameter.nbytes for parameter in decoder.parameters())
+    small = not fsdp.offload and size <= _SMALL * where.memory().total_bytes
+    return TorchEngine(decoder, config, Shards(decoder, mesh, writing, keep=small, offload=fsdp.offload))
 
 
 class _Root(nn.Module):
@@ -75,16 +80,21 @@ class _Root(nn.Module):
 class Shards:
     """Implements ranks.Ranks over a mesh of axes "replica" and "shard"; dimension 0 of each weight is cut along the latter.
 
-    writing: of the same ranks, who meet there only to write files.
+    writing: of the same ranks, who meet there only to write files. keep: whether what was gathered stays until the end of a call;
+    if all ranks say so.
     """
 
-    def __init__(self, decoder: LanguageModel, mesh: DeviceMesh, writing: dist.ProcessGroup, *, offload: bool = False) -> None:
+    def __init__(
+        self, decoder: LanguageModel, mesh: DeviceMesh, writing: dist.ProcessGroup, *, keep: bool = False, offload: bool = False
+    ) -> None:
         self._mesh, self._writing = mesh, writing
+        self._keep = all(self.gather(keep))
         home = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
         policy = MixedPrecisionPolicy(param_dtype=decoder.gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in decoder.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=home)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=home, reshard_after_forward=not self._keep)
         self._root = fully_shard(_Root(decoder), mesh=mesh, offload_policy=home)
+        self._units = [unit for unit in cast("nn.Module", self._root).modules() if isinstance(unit, FSDPModule)]
 
     @property
     def index(self) -> int:
@@ -98,8 +108,14 @@ class Shards:
     def replica(self) -> int:
         return self._mesh.get_local_rank("replica")
 
-    def meeting(self, what: str) -> AbstractContextManager[None]:
-        return device.meeting(what)
+    @contextmanager
+    def meeting(self, what: str) -> Generator[None]:
+        try:
+            with device.meeting(what):
+                yield
+        finally:
+            for unit in self._units:  # a step or a load changes the shards, and never what was gathered of them
+                unit.reshard()
 
     def gather(self, value: T) -> Sequence[T]:
         found: list[Any] = [None] * dist.get_world_size()
@@ -113,6 +129,7 @@ class Shards:
     def passing(self, *, last: bool) -> None:
         self._root.set_requires_gradient_sync(last)
         self._root.set_is_last_backward(last)
+        self._root.set_reshard_after_backward(last or not self._keep)
 
     def norm(self, gradients: Sequence[Tensor]) -> float:
         norm = torch.nn.utils.get_total_norm([_local(gradient) for gradient in gradients], foreach=False)
