@@ -18,7 +18,7 @@ import pytest
 
 from tandem.models.hf import load_value_model
 from tandem.text.tokenizer import load_tokenizer
-from tests.e2e.runs import assert_same, forked, outcome, tandem, write_recipe
+from tests.e2e.runs import REWARD, assert_same, forked, outcome, started, tandem, write_recipe
 from tests.runtime.ray_cluster import cluster
 
 PPO = ("algorithm=ppo", "algorithm.reward_kl_coef=0.1", "critic.train.lr=0.003", "critic.warmup_steps=1")
@@ -200,6 +200,37 @@ def test_one_rank_that_is_killed_is_named_within_seconds_and_nothing_is_lost(
     assert f"go on with: tandem train {tmp_path / 'tiny.yaml'} run.dir={run}" in said
     assert not holders(run / "logs" / "trainer-0.log")
     assert_same(trained(run, *arguments, "--resume", environment=there), straight)
+
+
+ENDLESS = REWARD.replace(
+    "def digits(task, group):",
+    """
+import time
+def digits(task, group):
+    key = group[0].key
+    if key.space == "train" and key.ordinal == 3:
+        open(f"{__file__}.begun", "w").close()
+        time.sleep(200)""",
+)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_while_a_batch_is_sampled_is_no_longer_waited_for(tmp_path: Path) -> None:
+    run, log, begun = tmp_path / "run", tmp_path / "log", tmp_path / "reward.py.begun"
+    recipe = str(write_recipe(tmp_path, reward=ENDLESS))
+    process = started(["train", recipe, f"run.dir={run}", PROCESS, "trainer.restarts=0", "reward.limit_s=300"], log, {})
+    until = time.monotonic() + 200
+    while not begun.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    (victim,) = holders(run / "logs" / "trainer-0.log")
+    killed = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    process.join(100)
+    assert process.exitcode == 1, log.read_text()
+    assert time.monotonic() - killed < 10
+    said = " ".join(log.read_text().split())
+    assert f"error: rank 0 (process {victim}" in said
+    assert "of pool trainer was killed by SIGKILL" in said
 
 
 def holders(log: Path) -> list[int]:

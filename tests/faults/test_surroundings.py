@@ -1,4 +1,4 @@
-"""What the surroundings do to a run: an engine that is slow or stuck, a worker that dies, a disk that is full, a clock that jumps.
+"""What the surroundings do to a run: a slow or stuck engine, a dead worker, a call that comes twice, a full disk, a jumping clock.
 
 Where the run can go on, it ends as if nothing had happened; where it cannot, the error says why, and the resumed run does.
 """
@@ -13,6 +13,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -23,8 +24,10 @@ import pytest
 import tandem
 from tandem.assemble import phases
 from tandem.assemble.workers import Workers
+from tandem.data_proto import DataProto
 from tandem.durable import AppendLog
-from tandem.errors import EngineError, SnapshotError
+from tandem.errors import EngineError, QueueError, SnapshotError
+from tandem.queue.memory import MemoryQueue
 from tandem.rollout.stepping import SteppingEngine
 from tandem.train.torch_engine import TorchEngine
 from tandem.types import Metrics
@@ -131,6 +134,47 @@ def test_a_death_ends_a_run_that_is_not_to_go_on(tmp_path: Path) -> None:
     assert "by itself" not in said
 
 
+# ------------------------------------------------------------------------------------------------------- delivery
+
+
+def twice(name: str, log: Path, puts: list[DataProto]) -> None:
+    """A method of the queue whose calls come again when they were answered, and all rows when a batch was consumed."""
+    method, put = getattr(MemoryQueue, name), MemoryQueue.put
+
+    async def repeated(self: MemoryQueue, *arguments: Any) -> None:
+        await method(self, *arguments)
+        again = [partial(method, self, *arguments)]
+        if name == "put":
+            puts.append(arguments[0])
+        elif name == "ack":
+            again += [partial(put, self, rows) for rows in puts]
+        for call in again:
+            try:
+                await call()
+                verdict = "taken"
+            except QueueError:
+                verdict = "refused"
+            with log.open("a") as file:
+                file.write(f"{name} {verdict}\n")
+
+    setattr(MemoryQueue, name, repeated)
+
+
+def delivered_twice(log: Path) -> None:
+    puts: list[DataProto] = []
+    for name in ("ack", "put", "write", "drop", "commit"):
+        twice(name, log, puts)
+
+
+def test_what_reaches_the_queue_twice_changes_nothing(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    log = tmp_path / "twice"
+    assert forked(command(tmp_path), tmp_path / "log", before=partial(delivered_twice, log)) == 0, (tmp_path / "log").read_text()
+    assert_same(came_to(tmp_path / "run"), undisturbed)
+    seen = Counter(log.read_text().splitlines())
+    assert set(seen) == {"put refused", "ack refused", "write taken", "commit taken"}
+    assert seen["ack refused"] > 100, "with rows of groups that were consumed"
+
+
 # ----------------------------------------------------------------------------------------------------------- disk
 
 
@@ -147,7 +191,7 @@ def no_room_for_a_line(name: str, number: int) -> None:
     AppendLog._write = full  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("name", "number"), [("metrics", 9), ("samples", 11)])
+@pytest.mark.parametrize(("name", "number"), [("metrics", 9), pytest.param("samples", 11, marks=pytest.mark.slow)])
 def test_a_full_disk_in_the_middle_of_a_line(name: str, number: int, undisturbed: dict[str, Any], tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert forked(command(tmp_path), log, before=partial(no_room_for_a_line, name, number)) == 1
@@ -224,7 +268,7 @@ def test_without_room_for_a_copy_the_run_waits_for_its_snapshots(undisturbed: di
 FULL = OSError("the disk is full, says the test")
 
 
-@pytest.mark.parametrize("taken", [4, 6], ids=["in the middle", "at the end"])
+@pytest.mark.parametrize("taken", [pytest.param(4, id="in the middle"), pytest.param(6, id="at the end", marks=pytest.mark.slow)])
 def test_a_snapshot_that_fails_while_the_run_goes_on_ends_it(taken: int, undisturbed: dict[str, Any], tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert forked(command(tmp_path), log, before=partial(disk, taken=taken, problem=FULL)) == 1, log.read_text()
@@ -298,7 +342,7 @@ def on_a_small_disk(place: Path, kib: int, results: Path) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("kib", [160, 320])
+@pytest.mark.parametrize("kib", [160, pytest.param(320, marks=pytest.mark.slow)])
 def test_a_full_disk_at_a_snapshot(kib: int, undisturbed: dict[str, Any], tmp_path: Path) -> None:
     place, log, results = tmp_path / "disk", tmp_path / "log", tmp_path / "results"
     place.mkdir()

@@ -253,6 +253,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
         ahead=ahead,
         tells=CREDITED & (planned.gives | planned.reads),
         components=_components(recipe, chosen, planned),
+        watch=workers.lost,
         trainers=roles.trained(policy) if workers.shared else {},
         shuffled=recipe.data.train.shuffled,
     )

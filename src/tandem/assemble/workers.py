@@ -29,6 +29,7 @@ from tandem.runtime.process import Processes
 from tandem.runtime.queue_service import QueueServer, shared
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
+from tandem.trainer.source import Watch
 from tandem.trainer.workers import ModelWorker, TrainWorker
 from tandem.types import Algorithm
 
@@ -170,6 +171,11 @@ class Workers:
         the `async with`.
         """
         return self._processes.death if self._processes is not None else ""
+
+    @property
+    def lost(self) -> Watch | None:
+        """What raises WorkerError as soon as a process dies; None where there is none that could alone."""
+        return self._processes.lost if self._processes is not None else None
 
     def describe(self) -> str:
         """Who goes where: a line a process."""

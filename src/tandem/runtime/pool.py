@@ -54,6 +54,7 @@ class Pool(ABC, Generic[M]):
     def __init__(self, name: str, size: int, limit_s: float) -> None:
         self.started = False
         self.death = ""  # who died that nobody ended, how, and the end of its log, as sentences
+        self.died = asyncio.Event()  # of the runtime: it has such a pool
         self._name = name
         self._size = size
         self._limit_s = limit_s
@@ -103,6 +104,7 @@ class Pool(ABC, Generic[M]):
         peers = ", and its peers were ended" if len(self) > 1 else ""
         went, log = f"{how}{peers}{left}", await member.log_end()
         self.death = f"{member} of pool {self._name} {went}. {log}"
+        self.died.set()
         self._ended.set_result(f"{member} {went}. {log}")
 
     async def join(self) -> None:
@@ -205,12 +207,20 @@ class Runtime(ABC):
 
     def __init__(self, pools: Mapping[str, Pool[Any]]) -> None:
         self._pools = pools
+        self._died = asyncio.Event()
+        for pool in pools.values():
+            pool.died = self._died
         self._declared: list[tuple[PoolGroup, str, tuple[object, ...]]] = []
 
     @property
     def death(self) -> str:
         """Who died first that nobody ended, how, and the end of its log, as sentences; "" where none did. Also after the end."""
         return next((pool.death for pool in self._pools.values() if pool.death), "")
+
+    async def lost(self) -> None:
+        """Raises WorkerError as soon as there is a `death`."""
+        await self._died.wait()
+        raise WorkerError(self.death)
 
     def group(
         self, role: str, pool: str, factory: str, *arguments: object, replicas: int = 1, collectives: bool = False

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
@@ -53,6 +53,8 @@ from tandem.types import Algorithm, BatchRef, Episode, GroupKey, Json, Key, Metr
 
 MakeLLM = Callable[[Key, int, SamplingParams], LLM]
 """(key, seed, params) -> the LLM of one episode."""
+Watch = Callable[[], Coroutine[Any, Any, None]]
+"""Raises, some time, why nothing that is sampled would be of use."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,9 @@ class RolloutSource:
     ahead: stages that run on groups as they are put, while others are sampled; a batch has their columns.
     reward: None where nobody judges, and column `rewards` is not given. reads: the columns that the plan and the update read; of
     those in `costly` only these are made. components: the names of column `reward_components`, in order; each reward must have
-    them. trainers: by role, those that share the engines' device; the engines read the weights of role "policy" where they are.
-    record: of an episode, for people, from when its group is put. tells: the columns that credit.py adds to it, which a batch has
-    when it was trained on.
+    them. watch: ends the wait for a batch. trainers: by role, those that share the engines' device; the engines read the weights of
+    role "policy" where they are. record: of an episode, for people, from when its group is put. tells: the columns that credit.py
+    adds to it, which a batch has when it was trained on.
     """
 
     costly: ClassVar[frozenset[str]] = frozenset({"reward_baselines", "reward_components"})
@@ -151,6 +153,7 @@ class RolloutSource:
         ahead: Plan = NOTHING,
         tells: frozenset[str] = frozenset(),
         components: Sequence[str] = (),
+        watch: Watch | None = None,
         trainers: Mapping[str, WorkerGroup] | None = None,
         space: str = "train",
         shuffled: bool = True,
@@ -163,7 +166,7 @@ class RolloutSource:
         self._min_episodes = algorithm.min_episodes
         self._keep = keep_function(algorithm.keep) if algorithm.keep is not None else None
         self._order = TaskOrder(len(dataset), seed_of(seed, space), f"dataset {dataset.name!r}", shuffled=shuffled)
-        self._ahead, self._tells = ahead, tells
+        self._ahead, self._tells, self._watch = ahead, tells, watch
         taken = ahead.gives | {"tokens", "mask"}
         self._intake = Intake(queue, space, config.groups_per_step, schedule, policy, taken, spare=config.spare_groups)
         self._running: set[GroupKey] = set()  # admitted, and neither put nor dropped
@@ -187,6 +190,8 @@ class RolloutSource:
         if self._schedule.placement == "colocated":
             await self._hand_over("rollout")
         behind = [asyncio.create_task(self._admit(), name="admission"), *self._stages()]
+        if self._watch is not None:
+            behind.append(asyncio.create_task(self._watch(), name="workers"))
         try:
             while True:
                 self._intake.open()
