@@ -5,6 +5,7 @@
       metrics.jsonl    a line a step              samples.jsonl   every episode, trained on or dropped
       snapshots/       to resume from             journal.jsonl   judgements that depended on a clock
       tensorboard/     curve.png  summary.json    trace.json      what ran when; final/: a Hugging Face directory
+      error.txt        why the run failed, if it did
       initial/         the policy as the main phase begins, where a worker begins as a copy of it
       logs/            what worker processes wrote, if there are any
       queue/           rows that outlive their process, with queue=durable
@@ -28,10 +29,10 @@ from pathlib import Path
 from typing import cast
 
 from tandem import device
-from tandem.assemble.directory import Begun, changed_values, open_directory, steps_done
+from tandem.assemble.directory import Begun, changed_values, finished, open_directory, steps_done
 from tandem.assemble.first_tasks import check_tasks
 from tandem.assemble.interrupt import complete
-from tandem.assemble.measuring import Measured, measured
+from tandem.assemble.measuring import Measured, measured, told
 from tandem.assemble.model import Model, build_model, check_memory
 from tandem.assemble.phases import (
     Phase,
@@ -47,7 +48,7 @@ from tandem.assemble.phases import (
 from tandem.assemble.restarts import Restarts
 from tandem.assemble.roles import merged
 from tandem.assemble.rollout import Rollout, open_rollout
-from tandem.assemble.tasks import build_dataset, notes, overlaps
+from tandem.assemble.tasks import build_dataset, check_files, notes, overlaps, sections
 from tandem.assemble.trackers import build_trackers, find_trackers
 from tandem.checkpoint.journal import Journal
 from tandem.checkpoint.snapshots import Part, Rest, SnapshotStore
@@ -81,10 +82,14 @@ def run(resolved: Resolved[Recipe], *, resume: bool, dry_run: bool, begun: Begun
     recipe, console = resolved.value, Console()
     check_recipe(recipe)
     find_trackers(recipe.logs)
+    check_files(*sections(recipe))
     if dry_run:
         for said in changed_values(recipe.run.directory, resolved) if resume else ():
             console.print(said, markup=False)
         complete(_dry_run(recipe, console), console)
+        return
+    if resume and (said := finished(resolved)):
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
         return
     complete(_supervised(resolved, resume, console, begun), console)
 
@@ -100,6 +105,7 @@ def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
     if model is not None:
         recipe = merged(recipe, algorithm(recipe), model)
     check_recipe(recipe)
+    check_files(recipe.data.heldout)
     complete(_measure(recipe, console), console)
 
 
@@ -348,7 +354,7 @@ class _PhaseRun:
         return await measured(self.recipe, phase.heldout, phase.source.policy, self.rollout, self.heldout)
 
     def summary(self) -> Summary:
-        after = self.last.values if self.last is not None else dict[str, float]()
+        before, after = told(self.before, self.last.values if self.last is not None else {})
         facts: dict[str, Json] = {
             "seed": self.recipe.seed,
             "restarts": self.restarts.total,
@@ -357,7 +363,7 @@ class _PhaseRun:
             "peak_memory_bytes_by_role": {role: list[Json](peaks) for role, peaks in self.peaks.items()},
             "planned_memory_bytes": dict[str, Json](memory(self.recipe, self.phase)),
         }
-        return Summary(self.before, after, self.phase.steps, self._wall_s(), facts)
+        return Summary(before, after, self.phase.steps, self._wall_s(), facts)
 
 
 def _saving(workers: WorkerGroup, *, copied: bool) -> Part:
@@ -376,11 +382,10 @@ def _due(step: int, every: int) -> bool:
 
 
 def _finish(recipe: Recipe, main: _PhaseRun, directory: Path, console: Console) -> None:
-    """final/, summary.json, the curve and the report."""
+    """final/, the curve, summary.json, which comes last since a run that has it is finished, and the report."""
     final = directory / "final"
     main.phase.model.save(final)
     summary = main.summary()
-    write_summary(directory / "summary.json", summary)
     places = {"model": final, "metrics": directory / "metrics.jsonl", "samples": directory / "samples.jsonl"}
     next_command = shlex.join(["tandem", "eval", str(directory)])
     _say_planned(memory(recipe, main.phase), console)
@@ -389,6 +394,7 @@ def _finish(recipe: Recipe, main: _PhaseRun, directory: Path, console: Console) 
         for peak in peaks:
             _say_memory(f"measured, {name}", peak, console, "at most, with Python, torch and activations")
     if main.last is None:
+        write_summary(directory / "summary.json", summary)
         console.print(_UNTOLD)
         for what, where in places.items():
             console.print(f"{what:<16} {where}", markup=False)
@@ -405,6 +411,7 @@ def _finish(recipe: Recipe, main: _PhaseRun, directory: Path, console: Console) 
         of="losses" if losses else "rewards",
     )
     draw_png(curve, directory / "curve.png")
+    write_summary(directory / "summary.json", summary)
     idle = read_series(metrics, "train/groups_without_advantage").values
     if idle and min(idle) == 1:
         console.print("warning: no group had an advantage in any step, so nothing was learned: look at the rewards", style="yellow")
@@ -447,7 +454,7 @@ async def _measure(recipe: Recipe, console: Console) -> None:
             rollout = await stack.enter_async_context(open_rollout(recipe, model))
         heldout = await _heldout(recipe, model) if rollout is not None else None
         found = await measured(recipe, loss, PolicyRef(), rollout, heldout)
-    for name, value in found.values.items():
+    for name, value in told(found.values)[0].items():
         note = "  episodes that could not be judged; they are in no rate" if name == "failed" and value else ""
         console.print(f"{name:<20} {value:.3f}" if name not in ("n", "failed") else f"{name:<20} {value:.0f}{note}")
     for episode in found.result.episodes[:3] if found.result is not None else ():

@@ -85,7 +85,7 @@ def test_characters_of_several_tokens_appear_whole() -> None:
 
 
 def test_what_is_wrong_is_said(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"cannot read .*nowhere/config\.json"):
+    with pytest.raises(ConfigError, match=r"no run and no model directory .*nowhere: give"):
         said(tmp_path / "nowhere", how=Chat())
     with pytest.raises(ConfigError, match="sampling parameter temperature=-1 must be 0"):
         said(model, how=Chat(temperature=-1))

@@ -1,5 +1,6 @@
 """What is left of a run that a mistake ends."""
 
+import asyncio
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def resolved(tmp_path: Path) -> Resolved[Recipe]:
     return load_recipe(write_recipe(tmp_path), ())
 
 
-def end(directory: Path, resolved: Resolved[Recipe], problem: Exception, **files: str) -> None:
+def end(directory: Path, resolved: Resolved[Recipe], problem: BaseException, **files: str) -> None:
     """A run that leaves these files and ends so."""
     with suppress(type(problem)), open_directory(directory, resolved, False, Console(quiet=True)):
         for name, content in files.items():
@@ -30,6 +31,20 @@ def end(directory: Path, resolved: Resolved[Recipe], problem: Exception, **files
 def test_a_mistake_that_came_before_any_work_leaves_no_directory(tmp_path: Path, resolved: Resolved[Recipe]) -> None:
     end(tmp_path / "run", resolved, RewardError("it raises"), **{"metrics.jsonl": "", "tensorboard/events": ""})
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_failed_says_why_until_it_is_resumed(tmp_path: Path, resolved: Resolved[Recipe]) -> None:
+    run = tmp_path / "run"
+    end(run, resolved, ExceptionGroup("two tasks", [RunError("[a disk] is full"), ValueError()]), **{"metrics.jsonl": "{}\n"})
+    assert (run / "error.txt").read_text() == "RunError: [a disk] is full\n"
+    with open_directory(run, resolved, True, Console(quiet=True)):
+        assert not (run / "error.txt").exists()
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), asyncio.CancelledError()])
+def test_a_run_that_was_interrupted_did_not_fail(tmp_path: Path, resolved: Resolved[Recipe], interrupt: BaseException) -> None:
+    end(tmp_path / "run", resolved, interrupt, **{"metrics.jsonl": "{}\n"})
+    assert not (tmp_path / "run/error.txt").exists()
 
 
 @pytest.mark.parametrize("work", ["snapshots/step-00000002/state.json", "warmup/snapshots/step-00000002/state.json"])

@@ -87,10 +87,26 @@ def test_an_earlier_run_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
-def test_a_run_that_is_done_says_so_and_keeps_the_values_that_it_had(
+def test_a_run_that_is_finished_says_so_in_one_line_and_stays_as_it_is(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
+    before = {path: path.stat().st_ctime_ns for path in run.rglob("*")}
+    for steps in (1, 2):
+        assert (
+            tandem("train", str(write_recipe(tmp_path)), f"run.dir={run}", f"trainer.steps={steps}", "warmup=null", "--resume") == 0
+        )
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"{run} is finished, with 2 steps:")
+        assert "trainer.steps=N" in line
+    assert {path: path.stat().st_ctime_ns for path in run.rglob("*")} == before
+
+
+def test_a_run_that_was_killed_after_its_last_step_keeps_the_values_that_it_had(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "summary.json").unlink()
     config = (run / "config.yaml").read_text()
     arguments = ("train", str(write_recipe(tmp_path)), f"run.dir={run}", "trainer.steps=2", "warmup=null", "train.lr=0.5")
     assert tandem(*arguments, "--resume") == 0
@@ -121,6 +137,7 @@ def test_a_damaged_snapshot_is_passed_over(finished: Path, tmp_path: Path, capsy
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
+    (run / "summary.json").unlink()
     arguments = ("train", str(write_recipe(tmp_path)), f"run.dir={run}", "trainer.steps=2", "warmup=null", "--resume")
     assert tandem(*arguments) == 0
     said = capsys.readouterr().out.replace("\n", "")

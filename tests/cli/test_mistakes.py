@@ -332,7 +332,7 @@ MISTAKES: dict[str, Mistake] = {
     "a GGUF file that was cut off": Mistake("import a.gguf out", ("a.gguf", "fetch it again"), made=damaged),
     "a model by its id on the hub": train("model.new=null model.path=HuggingFaceTB/SmolLM2-135M", "tandem import OWNER/NAME"),
     "a chat by an id on the hub": Mistake(
-        "chat HuggingFaceTB/SmolLM2-135M", ("HuggingFaceTB/SmolLM2-135M/config.json", "`tandem import`")
+        "chat HuggingFaceTB/SmolLM2-135M", ("no model directory HuggingFaceTB/SmolLM2-135M", "`tandem import`")
     ),
     "context beyond the model's": train("engine.max_context=65", "65", "64", "model.new.max_positions"),
     "context beyond the model's that nothing is run with": asked_of_config("engine.max_context=65", "65", "64"),
@@ -368,10 +368,21 @@ MISTAKES: dict[str, Mistake] = {
     "a GGUF file that is none": Mistake("import a.gguf out", ("a.gguf is no GGUF file", "b'hell'"), files={"a.gguf": "hello"}),
     "an import of nothing": Mistake("import none.gguf out", ("none.gguf", "owner/name")),
     "an import over something": Mistake("import none.gguf .", (".", "not an empty directory")),
-    "a chat with no model": Mistake("chat no/such", ("no/such/config.json", "Hugging Face model directory")),
+    "a chat with no model": Mistake(
+        "chat runs/nope", ("no run and no model directory runs/nope", "directory of a finished run", "Hugging Face model")
+    ),
     "a chat that is colder than cold": Mistake("chat no/such --temperature -1", ("temperature=-1", "0 (greedy)")),
     # ------------------------------------------------------------------------------------------------- the data
     "no such data": train(f"{NOT_A_TASK} data.train.path=none.parquet", "none.parquet", "correct the path"),
+    "no such data, told before a model is looked for": train(
+        f"{NOT_A_TASK} data.train.path=none.parquet model.new=null model.path=no/model", "none.parquet"
+    ),
+    "no such held-out data, told before a model is looked for": train(
+        "data.heldout.task=null data.heldout.path=none.jsonl model.new=null model.path=no/model", "none.jsonl"
+    ),
+    "no such data among several": train(
+        "data.train={sources: [{task: calculator, size: 8}, {path: none.csv}]} model.new=null model.path=no/model", "none.csv"
+    ),
     "an empty file": trained_on("a.jsonl", "\n", "a.jsonl", "empty"),
     "a line that is no JSON": trained_on("a.jsonl", f'{GOOD}{{"prompt": \n', "a.jsonl:2", "not valid JSON"),
     "JSON and not JSON lines": check("a.jsonl", json.dumps([{"prompt": "a"}], indent=1), "a.jsonl:1", "not valid JSON"),

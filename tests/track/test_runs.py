@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,6 +93,8 @@ def test_the_table_says_where_each_run_stands(tmp_path: Path, monkeypatch: pytes
     for name, (file, content) in OTHER.items():
         places.append(run_in(Path(name)))
         (places[-1] / file).write_text(content)
+    places.append(run_in(Path("h"), ended=True))
+    (places[-1] / "error.txt").write_text("RunError: it went on and failed\n")
     descriptor = os.open(places[2], os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     lines = said(lambda console: console.print(table_of(places))).splitlines()
@@ -101,6 +104,7 @@ def test_the_table_says_where_each_run_stands(tmp_path: Path, monkeypatch: pytes
     assert rows[1] == ["b", "grpo", "0", "finished", "2/4", "25.0%", "75.0%", "▁█"]
     assert rows[2] == ["c", "grpo", "0", "running", "2/4", "0.25", "0.25", "█▁"]
     assert rows[3][0] == "d"
+    assert rows[-1][:4] == ["h", "grpo", "0", "failed"]
     text = " ".join(row[3] for row in rows[3:])
     assert [
         words for words in ("not YAML", "is no mapping", "f[bold]", "is not the summary", "has no step") if words not in text
@@ -136,10 +140,18 @@ def test_show_prints_what_there_is(tmp_path: Path) -> None:
     text = said(lambda console: show(read_run(run_in(tmp_path / "a", ended=True)), console, samples=2, metrics=()))
     assert "finished, 2 of 4 steps" in text
     assert "+50.0 pts" in text
+    assert re.search(r"│ reward/mean +│ +0\.25 │ +0\.5 │", text)
     assert "train/entropy" in text
     assert text.count("(reward") == 2
     with pytest.raises(ConfigError, match=r"logged train/nothing; known: eval/pass@1, reward/mean"):
         show(read_run(tmp_path / "a"), Console(), samples=0, metrics=["train/nothing"])
+
+
+def test_show_says_why_a_run_failed(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "a")
+    (run / "error.txt").write_text("RunError: [the disk] is full\n")
+    text = said(lambda console: show(read_run(run), console, samples=0, metrics=()))
+    assert "failed, 2 of 4 steps\nRunError: [the disk] is full\n" in text
 
 
 def test_no_name_and_no_number_that_show_prints_is_cut_in_80_columns(tmp_path: Path) -> None:

@@ -49,9 +49,15 @@ class Chat:
 def chat(model: Path, how: Chat, console: Console, lines: Iterable[str] | None = None) -> None:
     """model: a Hugging Face directory. lines: what the user says; null is standard input.
 
-    Raises ModelError for a directory without a model, a tokenizer or a chat template, ConfigError for values out of range.
+    Raises ModelError for a directory without a model, a tokenizer or a chat template, ConfigError for values out of range and for
+    no directory.
     """
     params = how.params
+    if not model.is_dir():
+        raise ConfigError(
+            f"there is no run and no model directory {model}: give the directory of a finished run, such as runs/quickstart, or "
+            f"of a Hugging Face model; a GGUF file or an id of the hub becomes one by `tandem import`"
+        )
     decoder, renderer = load_decoder(model, getattr(torch, how.dtype)), TemplateRenderer(load_tokenizer(model))
     context = min(decoder.config.max_positions, _CONTEXT)
     engine = NativeEngine(decoder, renderer.text, NativeConfig(slots=1, max_context=context, chunk_tokens=1), exact=False)

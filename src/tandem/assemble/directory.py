@@ -10,8 +10,10 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TypeAlias
 
 from rich.console import Console
@@ -20,8 +22,11 @@ from tandem import device
 from tandem.checkpoint.snapshots import SnapshotStore
 from tandem.config import Resolved, dump, flatten
 from tandem.durable import attempt, draft_of, write_whole
-from tandem.errors import ConfigError, UserError
+from tandem.errors import ConfigError, SnapshotError, UserError
 from tandem.recipe import Recipe, load_recipe
+from tandem.track.runs import FAILURE
+from tandem.track.summary import read_summary
+from tandem.trainer.episodes import first_error
 
 Begun: TypeAlias = Callable[[], None]
 """Called when the directory of a run is there: from then on it can be gone on with."""
@@ -49,8 +54,8 @@ def open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, co
     """Leaves an earlier run aside, or checks that it can be gone on with, and keeps others out until the run ends.
 
     A run that a mistake of the user's ends before anything was measured or trained leaves no directory; one that was resumed
-    leaves what it found, such as a queue's rows. Raises ConfigError for a directory of something else, one that is in use, and a
-    resumed run that would be another one.
+    leaves what it found, such as a queue's rows. What fails leaves its reason there. Raises ConfigError for a directory of
+    something else, one that is in use, and a resumed run that would be another one.
     """
     config = directory / "config.yaml"
     if resume:
@@ -76,8 +81,11 @@ def open_directory(directory: Path, resolved: Resolved[Recipe], resume: bool, co
             console.print(f"all {resolved.value.trainer.steps} steps are done: nothing is left to train", markup=False)
         else:
             write_whole(config, dump(resolved))
+        (directory / FAILURE).unlink(missing_ok=True)
         try:
-            yield
+            with ExitStack() as stack:
+                stack.push(partial(_note_failure, directory))
+                yield
         except UserError:
             if not (resume or _holds_work(directory)):
                 shutil.rmtree(directory)
@@ -136,6 +144,27 @@ def _alone(directory: Path) -> Generator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _note_failure(directory: Path, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+    """For `tandem runs` and `tandem show`; what interrupts a run is no failure."""
+    if isinstance(error, Exception):
+        first = first_error(error)
+        with suppress(SnapshotError):  # where the disk is full, which is what failed then
+            write_whole(directory / FAILURE, f"{type(first).__name__}: {first}\n")
+
+
+def finished(resolved: Resolved[Recipe]) -> str:
+    """What to say of a run that has left its model and its summary after as many steps as the recipe asks for, or more; else nothing.
+
+    Raises ConfigError as `changed_values` does.
+    """
+    directory = resolved.value.run.directory
+    changed_values(directory, resolved)
+    summary = read_summary(directory / "summary.json")
+    if summary is None or summary.steps < resolved.value.trainer.steps or not (directory / "final").is_dir():
+        return ""
+    return f"{directory} is finished, with {summary.steps} steps: trainer.steps=N, with more of them, and --resume go further"
 
 
 def steps_done(recipe: Recipe) -> int:

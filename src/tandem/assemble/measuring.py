@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isclose
 
 from tandem.assemble.rollout import Rollout
 from tandem.ports import Dataset
@@ -13,11 +14,14 @@ from tandem.trainer.evaluate import EvalResult, evaluate
 from tandem.trainer.heldout import HeldOutLoss
 from tandem.types import Metrics, PolicyRef
 
+_REWARD, _CUT = "reward", f"{TRAINING_LIMIT}/"
+
 
 @dataclass(frozen=True)
 class Measured:
     """What was measured on held-out tasks: for the trackers, for summary.json, and for the snapshot that is kept as the best.
-    result: of the episodes, where there was a reward to judge them.
+    values: by name, the mean reward among them, which `told` may leave out. result: of the episodes, where there was a reward to
+    judge them.
     """
 
     metrics: Metrics
@@ -47,6 +51,14 @@ async def measured(
     return Measured(metrics, values, score, result)
 
 
+def told(*measured: Mapping[str, float]) -> list[dict[str, float]]:
+    """Each without its mean rewards where all of them are the pass rates, as with rewards of 0 and 1 alone."""
+    rewards = [(values, name) for values in measured for name in values if name.removeprefix(_CUT) == _REWARD]
+    if any(not isclose(values[name], values[name.removesuffix(_REWARD) + "pass@1"]) for values, name in rewards):
+        return [dict(values) for values in measured]
+    return [{name: value for name, value in values.items() if name.removeprefix(_CUT) != _REWARD} for values in measured]
+
+
 async def _evaluated(recipe: Recipe, rollout: Rollout, heldout: Dataset, max_tokens: int) -> EvalResult:
     reward, seed, params = rollout.eval_reward, recipe.seed, replace(recipe.sampling, max_tokens=max_tokens)
     assert reward is not None, "episodes are measured by a reward"
@@ -57,4 +69,4 @@ def _rates(result: EvalResult) -> dict[str, float]:
     rates = {"pass@1": result.pass_at_1, **{f"pass@{k}": value for k, value in result.pass_at.items()}}
     if result.greedy is not None:
         rates["greedy"] = result.greedy
-    return {**rates, "cut_off": result.cut_off, "n": result.n, "failed": result.failed}
+    return {**rates, _REWARD: result.reward, "cut_off": result.cut_off, "n": result.n, "failed": result.failed}

@@ -14,7 +14,7 @@ import torch
 from tandem import device
 from tandem.assemble import library
 from tandem.assemble.adapter import put_adapter
-from tandem.assemble.tasks import PREFIX, problem
+from tandem.assemble.tasks import PREFIX, problem, sections
 from tandem.durable import attempt
 from tandem.errors import ConfigError, DeviceError, ModelError
 from tandem.faults import crash_point
@@ -23,7 +23,7 @@ from tandem.models.hf import family_of, load_decoder, load_value_model, read_con
 from tandem.models.language_model import LanguageModel
 from tandem.models.probe import ProbeResult, probe
 from tandem.models.values import ValueModel
-from tandem.recipe import DatasetSection, ModelSection, Recipe
+from tandem.recipe import ModelSection, Recipe
 from tandem.text.renderer import PLAIN_TEMPLATE, TemplateRenderer
 from tandem.text.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from tandem.trainer.sampler import seed_of
@@ -193,7 +193,7 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
     directory = recipe.model.tokenizer or recipe.model.path
     if directory is not None:
         return load_tokenizer(directory)
-    places = [place for section in _datasets(recipe) for place in (section, *section.sources)]
+    places = [place for section in sections(recipe) for place in (section, *section.sources)]
     kinds = [problem(place.task) for place in places if place.task is not None and not place.task.startswith(PREFIX)]
     if not kinds:
         raise ConfigError(
@@ -201,11 +201,6 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
             "give model.tokenizer a Hugging Face directory"
         )
     return character_tokenizer("".join(sorted(set("".join(kind.characters for kind in kinds)))), template=PLAIN_TEMPLATE)
-
-
-def _datasets(recipe: Recipe) -> list[DatasetSection]:
-    warmup = recipe.warmup.data if recipe.warmup is not None else None
-    return [section for section in (recipe.data.train, recipe.data.heldout, warmup) if section is not None]
 
 
 def _shape(model: ModelSection, tokenizer: Tokenizer) -> DecoderConfig:

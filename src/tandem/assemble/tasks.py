@@ -8,18 +8,32 @@ from typing import Literal, cast
 from tandem.data.builtin import Demonstrations, NoiseConfig, Pairs, Problem, Split, TaskSet
 from tandem.data.check import in_both
 from tandem.data.curriculum import by_pass_rate
-from tandem.data.files import FileDataset
+from tandem.data.files import FileDataset, file_rows
 from tandem.data.hub import HubDataset
 from tandem.data.reasoning import PREFIX, ReasoningTasks
 from tandem.data.selection import Kept, Mixture
 from tandem.data.tasks import TASKS
 from tandem.errors import ConfigError
 from tandem.ports import Dataset, Renderer
-from tandem.recipe import DatasetSection, SourceSection
+from tandem.recipe import DatasetSection, Recipe, SourceSection
 from tandem.registry import resolve
 from tandem.types import Task
 
 Form = Literal["tasks", "demonstrations", "pairs"]
+
+
+def sections(recipe: Recipe) -> list[DatasetSection]:
+    """What a recipe names as data, of every phase."""
+    warmup = recipe.warmup.data if recipe.warmup is not None else None
+    return [section for section in (recipe.data.train, recipe.data.heldout, warmup) if section is not None]
+
+
+def check_files(*data: DatasetSection | None) -> None:
+    """Raises DataError for a file that is not there or of an unknown kind, before anything slow; what is in them is read later."""
+    for section in data:
+        for source in () if section is None else section.sources or (section,):
+            if source.path is not None:
+                file_rows(source.path)
 
 
 def problem(name: str) -> type[Problem]:

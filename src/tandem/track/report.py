@@ -14,7 +14,13 @@ from tandem.track.curve import LearningCurve, draw_text
 from tandem.track.samples import SampleRecord
 from tandem.track.summary import TRAINING_LIMIT, Summary
 
-_NAMES = {"pass@1": "pass@1, sampled", "greedy": "pass@1, greedy", "cut_off": "cut off", "failed": "not judged, left out"}
+_NAMES = {
+    "pass@1": "pass@1, sampled",
+    "greedy": "pass@1, greedy",
+    "reward": "mean reward",
+    "cut_off": "cut off",
+    "failed": "not judged, left out",
+}
 _CUT = f"{TRAINING_LIMIT}/"
 
 

@@ -23,10 +23,12 @@ from tandem.track.samples import SampleRecord, read_samples
 from tandem.track.summary import Summary, read_summary
 from tandem.types import Json
 
-State = Literal["running", "finished", "stopped"]
+State = Literal["running", "finished", "failed", "stopped"]
+FAILURE = "error.txt"  # in the directory of a run that failed: why
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH, _NARROW = 24, 8  # characters of a sparkline: in 100 columns and more, and in a table that fits into 80
 _SHOWN = (
+    "reward/mean",
     "train/entropy",
     "train/grad_norm",
     "rollout/length",
@@ -39,13 +41,16 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run. lines: of metrics.jsonl. summary: None until it has ended."""
+    """What is known of a run. lines: of metrics.jsonl. summary: None until it has ended. state: "stopped" where it was interrupted
+    or killed. error: why it failed, if it did.
+    """
 
     directory: Path
     config: Mapping[str, Any]
     lines: Sequence[Mapping[str, Json]]
     summary: Summary | None
     state: State
+    error: str = ""
 
     @property
     def algorithm(self) -> str:
@@ -97,11 +102,13 @@ def read_run(directory: Path) -> RunRecord:
     if not (directory / "config.yaml").is_file():
         raise ConfigError(f"{directory} is not the directory of a run: it has no config.yaml")
     metrics, summary = directory / "metrics.jsonl", read_summary(directory / "summary.json")
-    state: State = "running" if _in_use(directory) else "finished" if summary is not None else "stopped"
+    error = failure.read_text(encoding="utf-8") if (failure := directory / FAILURE).is_file() else ""
+    ended: State = "failed" if error else "finished" if summary is not None else "stopped"
+    state: State = "running" if _in_use(directory) else ended
     lines = tuple(records(metrics)) if metrics.is_file() else ()
     if other := next((number for number, line in enumerate(lines, start=1) if type(line.get("step")) is not int), None):
         raise SnapshotError(f"{metrics}, line {other} has no step, as a line of a run has: is it of something else?")
-    return RunRecord(directory, read(directory / "config.yaml"), lines, summary, state)
+    return RunRecord(directory, read(directory / "config.yaml"), lines, summary, state, error.strip())
 
 
 def find_runs(place: Path) -> list[Path]:
@@ -131,7 +138,7 @@ def table_of(places: Sequence[Path]) -> Table:
             curve = run.curve
             levels = (curve.shown(curve.before), curve.shown(curve.after)) if curve else ("", "")
             steps = f"{run.steps_done}/{run.steps}"
-            style = {"running": "yellow", "finished": "green", "stopped": "red"}[run.state]
+            style = {"running": "yellow", "finished": "green", "failed": "red", "stopped": "magenta"}[run.state]
             told = (
                 run.algorithm,
                 str(run.seed),
@@ -167,6 +174,8 @@ def show(run: RunRecord, console: Console, *, samples: int, metrics: Sequence[st
     if unknown := [name for name in metrics if name not in known]:
         raise ConfigError(f"no step of {run.directory} logged {unknown[0]}; known: {', '.join(sorted(known - {'step', 'time'}))}")
     console.print(f"{run.directory}: {run.algorithm}, {run.state}, {run.steps_done} of {run.steps} steps", markup=False)
+    if run.error:
+        console.print(run.error, style="red", markup=False, highlight=False, soft_wrap=True)
     if run.summary is not None and run.summary.eval_after:
         console.print(before_after(run.summary))
     if run.curve is not None:

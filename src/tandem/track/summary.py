@@ -23,9 +23,9 @@ TRAINING_LIMIT = "training_limit"  # begins the names of what was measured under
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """eval_before and eval_after: rates in [0, 1] by name ("pass@1", "greedy", "pass@8", ...), the loss of a dataset's objective
-    and what it measures beside ("loss", "preference_accuracy", ...), "n", the tasks, and "failed", the episodes that could not
-    be judged; empty where nothing was measured.
+    """eval_before and eval_after: rates in [0, 1] by name ("pass@1", "greedy", "pass@8", ...), the mean "reward" where it
+    is another number than pass@1, the loss of a dataset's objective and what it measures beside ("loss", "preference_accuracy",
+    ...), "n", the tasks, and "failed", the episodes that could not be judged; empty where nothing was measured.
 
     facts: more that belongs on record (seed, the hash of the final weights, peaks of memory and what was planned), beside the
     others in the file.
