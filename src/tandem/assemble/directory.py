@@ -155,7 +155,7 @@ def _note_failure(directory: Path, _: type[BaseException] | None, error: BaseExc
 
 
 def finished(resolved: Resolved[Recipe]) -> str:
-    """What to say of a run that has left its model and its summary after as many steps as the recipe asks for, or more; else nothing.
+    """What to say of a run that has left its model and its summary after as many steps as the recipe asks for; else nothing.
 
     Raises ConfigError as `changed_values` does.
     """
