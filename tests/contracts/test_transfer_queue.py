@@ -18,7 +18,7 @@ from tandem.queue.durable import DurableQueue
 from tandem.queue.fake import FakeQueue
 from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.types import GroupKey, Key, PolicyRef
-from tests.runtime.served import served, served_by_ray
+from tests.runtime.served import far, near, served, served_by_ray
 
 Make = Callable[[], TransferQueue]
 
@@ -30,7 +30,10 @@ def durable() -> DurableQueue:
 BACKENDS: dict[str, Make] = {
     "memory": lambda: MemoryQueue(QueueConfig(stall_limit_s=0.02)),
     "memory in another process's hands": lambda: served(lambda: MemoryQueue(QueueConfig(stall_limit_s=0.02))),
-    "memory in a Ray controller's hands": lambda: served_by_ray(lambda: MemoryQueue(QueueConfig(stall_limit_s=0.02))),
+    "memory in a Ray controller's hands": lambda: served_by_ray(lambda: MemoryQueue(QueueConfig(stall_limit_s=0.02)), near),
+    "memory in the hands of a Ray controller on another machine": lambda: served_by_ray(
+        lambda: MemoryQueue(QueueConfig(stall_limit_s=0.02)), far
+    ),
     "durable": durable,
     "durable in another process's hands": lambda: served(durable),
     "fake": FakeQueue,

@@ -26,6 +26,16 @@ def owner() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def near(server: RayQueueServer) -> RayQueueClient:
+    """A client as the server's own machine has it."""
+    return server.client()
+
+
+def far(server: RayQueueServer) -> RayQueueClient:
+    """A client as another machine has it, where nobody serves the queue."""
+    return RayQueueClient(server.client().name, QueueClient("elsewhere"))
+
+
 def served(make: Callable[[], TransferQueue]) -> QueueClient:
     async def serve() -> QueueClient:
         return (await QueueServer(make()).__aenter__()).client()
@@ -39,7 +49,7 @@ class ByRay(RemoteQueue):
     def __init__(self, group: WorkerGroup, client: RayQueueClient) -> None:
         self._group, self._client = group, client
 
-    async def _ask(self, asked: Asked) -> Any:
+    async def ask(self, asked: Asked) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._there(asked), owner()))
 
     def _ask_blocking(self, asked: Asked) -> Any:
@@ -59,10 +69,10 @@ def _ray() -> tuple[RayCluster, WorkerGroup]:
     return runtime, group
 
 
-def served_by_ray(make: Callable[[], TransferQueue]) -> ByRay:
+def served_by_ray(make: Callable[[], TransferQueue], where: Callable[[RayQueueServer], RayQueueClient]) -> ByRay:
     runtime, group = _ray()
 
     async def serve() -> RayQueueClient:
-        return (await RayQueueServer(make(), runtime).__aenter__()).client()
+        return where(await RayQueueServer(make(), runtime).__aenter__())
 
     return ByRay(group, asyncio.run_coroutine_threadsafe(serve(), owner()).result(10))

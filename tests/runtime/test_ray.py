@@ -27,10 +27,12 @@ from tandem.registry import resolve
 from tandem.runtime import objects
 from tandem.runtime.placement import ResourcePool, table
 from tandem.runtime.pool import PoolGroup
+from tandem.runtime.queue_service import shared
 from tandem.runtime.ray import RayCluster
-from tandem.runtime.ray_queue import RayQueueServer
+from tandem.runtime.ray_queue import RayQueueClient, RayQueueServer
 from tandem.types import GroupKey, Key
 from tests.runtime.ray_cluster import cluster
+from tests.runtime.served import far, near
 from tests.runtime.test_process import alive, gone_within
 from tests.runtime.workers import Worker
 
@@ -174,13 +176,13 @@ def test_tensors_arrive_as_they_were_are_stored_once_and_are_read_where_they_lie
     run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     puts: list[int] = []
-    put = objects._put
+    put = ray.put
 
     def counted(value: objects.Packed) -> objects.Ref:
         puts.append(sum(piece.nbytes for piece in value[1]))
         return put(value)
 
-    monkeypatch.setattr(objects, "_put", counted)
+    monkeypatch.setattr(ray, "put", counted)
 
     async def use(group: PoolGroup) -> None:
         sent = [
@@ -201,31 +203,6 @@ def test_tensors_arrive_as_they_were_are_stored_once_and_are_read_where_they_lie
                 assert (after.dtype, after.shape) == (before.dtype, before.shape)
                 assert torch.equal(before, after)
         assert in_shared_memory(first[-1])
-
-    run(use)
-
-
-def test_columns_that_were_joined_in_the_store_go_as_their_place_and_leave_it_when_nobody_has_them(
-    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    puts: list[int] = []
-    monkeypatch.setattr(objects, "_put", lambda value: puts.append(1) or ray.put(value))
-
-    async def use(group: PoolGroup) -> None:
-        parts = [torch.arange(60_000), torch.arange(60_000, 120_000)]
-        joined = objects.shared(parts)
-        assert torch.equal(joined, torch.cat(parts))
-        assert in_shared_memory(joined)
-        for sent in (joined, joined[1000:70_000]):
-            for arrived in await group.call_each(Worker.echo, sent):
-                assert torch.equal(arrived, sent)
-        assert not puts
-        home = objects._kept.home(joined.numpy())
-        assert home is not None
-        del joined, sent
-        assert not objects._kept._refs
-        assert objects.shared([torch.ones(10), torch.ones(5)]).shape == (15,)
-        assert not objects._kept._refs
 
     run(use)
 
@@ -310,7 +287,10 @@ def test_a_node_that_leaves_is_named_and_what_remains_is_too_small(tmp_path: Pat
     asyncio.run(main())
 
 
-def test_workers_fetch_their_rows_by_handle_and_nothing_is_given_to_one_that_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [near, far])
+def test_workers_fetch_their_rows_by_handle_and_nothing_is_given_to_one_that_is_gone(
+    tmp_path: Path, where: Callable[[RayQueueServer], RayQueueClient]
+) -> None:
     lengths = [30_000, 50_000, 20_000, 60_000]
     x = frozenset({"x"})
 
@@ -323,10 +303,10 @@ def test_workers_fetch_their_rows_by_handle_and_nothing_is_given_to_one_that_is_
         return rows
 
     async def main() -> None:
-        queue = MemoryQueue(QueueConfig(stall_limit_s=20), join=objects.shared)
+        queue = MemoryQueue(QueueConfig(stall_limit_s=20), join=shared)
         runtime = RayCluster([ResourcePool("pool", 2)], tmp_path)
         server = RayQueueServer(queue, runtime)
-        group = runtime.group("policy", "pool", FACTORY, server.client())
+        group = runtime.group("policy", "pool", FACTORY, where(server))
         async with server, runtime:
             rows = await fill(queue, 0)
             lease = await queue.take(Consumer("learner"), x, len(lengths))
@@ -347,13 +327,16 @@ def test_workers_fetch_their_rows_by_handle_and_nothing_is_given_to_one_that_is_
     asyncio.run(main())
 
 
-def test_a_queue_that_was_closed_and_only_the_ports_methods_are_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [near, far])
+def test_a_queue_that_was_closed_and_only_the_ports_methods_are_served(
+    tmp_path: Path, where: Callable[[RayQueueServer], RayQueueClient]
+) -> None:
     async def main() -> None:
         queue, runtime = MemoryQueue(), RayCluster([ResourcePool("pool", 1)], tmp_path)
         group = runtime.group("policy", "pool", FACTORY)
         async with runtime:
             async with RayQueueServer(queue, runtime) as server:
-                client = server.client()
+                client = where(server)
                 await group.call(Worker.through, client, "reserve", (GroupKey("train", 0), 1), {})
                 with pytest.raises(RunError, match="no method '_ledger'"):
                     await group.call(Worker.through, client, "_call", ("_ledger",), {})

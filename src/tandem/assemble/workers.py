@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 _RAY = {
     "ray": "tandem.runtime.ray:RayCluster",
     "queue of ray": "tandem.runtime.ray_queue:RayQueueServer",
-    "store of ray": "tandem.runtime.objects:shared",
 }
 _WHOLE, _SHARDED = "tandem.assemble.workers:whole", "tandem.assemble.sharded:sharded"
 
@@ -99,14 +98,8 @@ def worker(rank: Rank, engine: TrainEngine, job: Job, queue: TransferQueue) -> M
 
 
 def joining(config: SettledRuntime) -> Join:
-    """How the queue joins rows, in memory that is shown to the workers."""
-    match config.name:
-        case "inline":
-            return torch.cat
-        case "process":
-            return shared
-        case "ray":
-            return cast("Join", resolve("store of ray", _RAY, kind="runtime"))
+    """How the queue joins rows, in memory that is shown to the workers of this machine."""
+    return torch.cat if config.name == "inline" else shared
 
 
 class Workers:

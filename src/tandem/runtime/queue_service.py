@@ -127,7 +127,7 @@ class RemoteQueue(ABC):
     """
 
     @abstractmethod
-    async def _ask(self, asked: Asked) -> Any:
+    async def ask(self, asked: Asked) -> Any:
         """The queue's answer."""
 
     @abstractmethod
@@ -175,7 +175,7 @@ class RemoteQueue(ABC):
 
     async def _call(self, name: str, *args: object, **kwargs: object) -> Any:
         crash_point(f"queue.ask.{name}")
-        answer = await self._ask((name, args, kwargs))
+        answer = await self.ask((name, args, kwargs))
         crash_point(f"queue.answered.{name}")
         return answer
 
@@ -194,7 +194,15 @@ class QueueClient(RemoteQueue):
         if self._connected is not None:
             self._connected.close()
 
-    async def _ask(self, asked: Asked) -> Any:
+    def connects(self) -> bool:
+        """Whether the queue is, or was, served on this machine."""
+        try:
+            self._link()
+        except ConnectionError:
+            return False
+        return True
+
+    async def ask(self, asked: Asked) -> Any:
         try:
             return await self._link().call(asked)
         except ConnectionError as error:

@@ -264,7 +264,7 @@ class _RayPool(Pool[_Actor]):
         distinct = {id(order): order for order in orders}
         handed = dict(zip(distinct, await asyncio.gather(*(stored(packed(order)) for order in distinct.values())), strict=True))
         calls = zip(self._members, [handed[id(order)] for order in orders], strict=False)
-        return [asyncio.ensure_future(result(member.actor.obey.remote(next(member.numbers), *value))) for member, value in calls]
+        return [asyncio.ensure_future(result(member.actor.obey.remote(next(member.numbers), value))) for member, value in calls]
 
     async def _kill(self) -> str:
         if not ray.is_initialized():  # it was shut down, with all actors; Ray would start another one to be asked

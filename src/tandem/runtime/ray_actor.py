@@ -18,7 +18,7 @@ import ray
 from tandem import device
 from tandem.device import Kind
 from tandem.runtime.mailbox import mailbox
-from tandem.runtime.objects import Answer, Bytes, Packed, answer, received, unpacked, untyped
+from tandem.runtime.objects import Answer, Packed, answer, unpacked, untyped
 from tandem.runtime.placement import ResourcePool, Seat
 from tandem.runtime.worker import Worker
 
@@ -56,7 +56,7 @@ class WorkerActor:
         self._arrivals = asyncio.Condition()
         self._next = 0  # the number of the order that begins next
 
-    async def obey(self, number: int, value: Any, *kept: Bytes) -> Answer:
+    async def obey(self, number: int, value: Packed) -> Answer:
         """Carries out an order, in the thread of the workers. Orders begin by their numbers, from 0 on, without a gap.
 
         Ray begins a call when its arguments have come, and so not in the order in which calls were made: ranks that meet in
@@ -68,7 +68,7 @@ class WorkerActor:
             self._arrivals.notify_all()
         self._worker = self._worker or Worker(self._seat)
         try:
-            return await answer(self._worker.obey(unpacked(received(value, kept))))
+            return await answer(self._worker.obey(unpacked(value)))
         except SystemExit as error:  # as of a process; Ray would keep it
             sys.stdout.flush()
             sys.stderr.flush()
@@ -89,8 +89,8 @@ class WorkerActor:
         return await asyncio.wrap_future(mailbox(queue).question())
 
     @ray.method(concurrency_group=WATCH)
-    async def answer(self, queue: str, number: int, fine: bool, value: Any, *kept: Bytes) -> None:
-        mailbox(queue).answer(number, (fine, received(value, kept)))
+    async def answer(self, queue: str, number: int, fine: bool, value: Packed) -> None:
+        mailbox(queue).answer(number, (fine, value))
 
     @ray.method(concurrency_group=WATCH)
     async def close(self, queue: str) -> None:
