@@ -10,7 +10,8 @@ of them in Ray's object store, in this process, and verl 0.9.1, whose two Ray wo
 them (DP_COMPUTE_PROTO), without a row of padding. Actors on the controller's machine share memory with it; far_ms is what it takes
 actors that reach it through Ray's store alone, as from another machine. The best of all rounds counts, since noise only adds time.
 Three processes copy at the same time, so two cores have to be free for a moment; joining rows, which the queue does before
-(take_ms) and any runtime pays, is left out. A ratio is the other's time by Tandem's; of an empty call and of a worker's start, a given time by Tandem's.
+(take_ms) and any runtime pays, is left out. A ratio is the other's time by Tandem's; of an empty call and of a worker's start, a
+given time by Tandem's.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ async def to_actors(best: Times) -> None:
         queue = MemoryQueue(join=shared)
         async with actors(queue, far=far) as group:
             for _ in range(ROUNDS):
-                await timed(best, "ray_update", lambda: group.call(Worker.update, rows.ref()), CALLS)  # noqa: B023 called at once
+                await timed(best, "ray_update", lambda: group.call(Worker.update, rows.ref()), CALLS)
                 await timed(best, "put_get", put_get)
                 await hand_over(best, name, queue, group, rows, ordinals)
                 await timed(best, "verl", verl)
