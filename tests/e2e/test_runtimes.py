@@ -233,6 +233,30 @@ def test_a_worker_that_is_killed_while_a_batch_is_sampled_is_no_longer_waited_fo
     assert "of pool trainer was killed by SIGKILL" in said
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_run_that_would_go_on_where_its_cluster_has_no_room_any_more_says_what_is_there(tmp_path: Path) -> None:
+    """A rank of 9 cores has room on the second node only, which leaves; the run can be gone on with elsewhere."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    node: Any = cluster().add_node(num_cpus=9)
+    command = ["train", str(write_recipe(tmp_path)), f"run.dir={run}"]
+    arguments = ["runtime=ray", "runtime.pools={trainer: 1}", "runtime.cores=9", "trainer.steps=1000"]
+    process = started([*command, *arguments], log, {"RAY_ADDRESS": cluster().address})
+    until = time.monotonic() + 200
+    while not (run / "snapshots" / "step-00000002").is_dir() and time.monotonic() < until:
+        time.sleep(0.01)
+    cluster().remove_node(node)
+    process.join(100)
+    assert process.exitcode == 2, log.read_text()
+    said = " ".join(log.read_text().split())
+    assert "train goes on by itself from step" in said
+    assert "(restart 1): rank 0 (process" in said
+    assert "error: 9 cores are asked for and the cluster (" in said
+    assert "has 8: trainer 9 (1 x 9)" in said
+    assert "Traceback" not in said
+    assert forked([*command, "trainer.steps=4", "--resume"], log) == 0, log.read_text()
+
+
 def holders(log: Path) -> list[int]:
     """The processes whose standard output is this file."""
     found: list[int] = []

@@ -6,6 +6,7 @@ The reward fails group 3 always and takes its worker with it at group 5, so that
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ SETTINGS = {
         Setting("durable", ("queue=durable", "trainer.snapshot_every=2")),
         Setting("roles", _PPO),
         Setting("ranks", (*_PPO, "runtime=process", "runtime.pools={trainer: 2}")),
-        Setting("ray", (*_PPO, "runtime=ray"), environment={"RAY_ADDRESS": "local"}),
+        Setting("ray", (*_PPO, "runtime=ray"), environment={"RAY_ADDRESS": "local", "RAY_TMPDIR": tempfile.gettempdir()}),
         Setting("colocate_async", ("trainer.mode=colocate_async", _TIS), exact=False, staleness=1, reward=SLOW),
         Setting(
             "separate_async",

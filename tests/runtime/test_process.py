@@ -372,6 +372,7 @@ from tandem.runtime.process import Processes
 from tests.runtime.workers import Worker
 
 async def main():
+    asyncio.get_running_loop().slow_callback_duration = 60  # a busy machine is no news
     runtime = Processes(place([ResourcePool("pool", 2)], Hardware(2)), Path(sys.argv[1]))
     group = runtime.group("policy", "pool", "tests.runtime.workers:Worker")
     async with runtime:
