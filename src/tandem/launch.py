@@ -106,6 +106,7 @@ def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
         recipe = merged(recipe, algorithm(recipe), model)
     check_recipe(recipe)
     check_files(recipe.data.heldout)
+    recipe = replace(recipe, rollout=replace(recipe.rollout, engines=1))  # all is in this process
     complete(_measure(recipe, console), console)
 
 
@@ -246,6 +247,7 @@ class _PhaseRun:
             if self.restarts.logged(phase.name):
                 self.trackers.log(Metrics.sum({"run/restarts": 1}), phase.source.policy.version)
             if not self.before and self._measures:
+                await phase.checkpoint.publish(phase.source.policy)  # before the loop does: engines elsewhere have no weights yet
                 first = await self._evaluate(0)
                 self.before = first.values
                 for episode in first.result.episodes[:3] if first.result is not None else ():

@@ -8,7 +8,7 @@ Adapters stand side by side in their rooms and implement these structurally; the
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,8 +133,10 @@ class RolloutEngine(Protocol):
     @property
     def capabilities(self) -> frozenset[str]: ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        """Chunks in order, the last with `stop`. Raises EngineError at once for a request that cannot be served."""
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Chunks in order, the last with `stop`; closing it ends the request. Raises EngineError at once for one that cannot be
+        served.
+        """
         ...
 
     async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:

@@ -8,7 +8,7 @@ parameters, as a run in one process does. Trainers of two ranks hold the rows of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,14 +70,11 @@ class Rollout:
         logprobs = tuple(np.full(len(row) - 1, predicted(self.weights), np.float32) for row in rows)
         return Held(tuple(wire_hash(self.weights, part) for part in blocks), logprobs, 0.0)
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         raise NotImplementedError
 
-    async def pause(self) -> None:
-        raise NotImplementedError
-
-    async def resume(self) -> None:
-        raise NotImplementedError
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
 
     async def abort(self, keys: Collection[Key]) -> None:
         raise NotImplementedError

@@ -9,22 +9,21 @@ from pathlib import Path
 from tandem.algos.columns import reads, unit_of
 from tandem.algos.notes import NOTES
 from tandem.algos.table import configure, learns_values
+from tandem.assemble.engines import Engine, cache_bytes, check_engines, num_alone, publish_to
 from tandem.assemble.model import Model, fits
 from tandem.assemble.roles import KINDS, Roles, base_stages, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import Form, build_dataset, notes
-from tandem.assemble.weights import build_checkpoint
 from tandem.assemble.workers import Job, Workers, joining
 from tandem.checkpoint.gathered import gather
 from tandem.errors import ConfigError, PlanError
-from tandem.models.decoder import Decoder, KVCache
+from tandem.models.decoder import Decoder
 from tandem.models.values import ValueModel, value_model_on
-from tandem.ports import CheckpointEngine, WorkerGroup
+from tandem.ports import CheckpointEngine, RolloutEngine, WorkerGroup
 from tandem.queue.durable import DurableQueue
 from tandem.queue.memory import MemoryQueue
 from tandem.recipe import DatasetSection, Recipe
 from tandem.rewards.model import ModelReward
-from tandem.rollout.native import NativeEngine
 from tandem.rollout.weights import load
 from tandem.track.samples import SampleRecord
 from tandem.train.config import TrainConfig
@@ -65,7 +64,7 @@ class Phase:
     queue: MemoryQueue
     workers: Workers
     checkpoint: CheckpointEngine
-    engines: tuple[NativeEngine, ...]
+    engines: tuple[RolloutEngine, ...]
     heldout: HeldOutLoss | None = None
     ahead: Plan = NOTHING
     notes: tuple[str, ...] = ()
@@ -134,6 +133,7 @@ def _check_algorithm(recipe: Recipe) -> None:
 
 
 def _check_sampling(recipe: Recipe) -> None:
+    check_engines(recipe)
     chosen = algorithm(recipe)
     if recipe.reward is None and recipe.reward_model is None and "rewards" in reads(chosen):
         raise ConfigError(
@@ -178,7 +178,7 @@ def warmup_phase(recipe: Recipe, model: Model, directory: Path) -> Phase:
         pool = "policy" if "policy" in pools else "trainer"
         alone = replace(recipe, runtime=replace(recipe.placement, pools={pool: pools.get(pool, 1)}))
     return _dataset_phase(
-        alone, model, directory, (), "warmup", warmup.data, None, sft, warmup.steps, num, warmup.train, LearnerConfig()
+        alone, model, directory, None, "warmup", warmup.data, None, sft, warmup.steps, num, warmup.train, LearnerConfig()
     )
 
 
@@ -192,7 +192,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
             recipe,
             model,
             directory,
-            (rollout.engine,) if rollout is not None else (),
+            rollout.engine if rollout is not None else None,
             "train",
             recipe.data.train,
             recipe.data.heldout,
@@ -212,7 +212,8 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
     in_flight = timing.in_flight(recipe.rollout.groups_per_step) + spare
     _check_room(recipe, in_flight, "rollout.groups_per_step, rollout.spare_groups and trainer.staleness")
     queue = _rollout_queue(recipe, directory)
-    workers = Workers(recipe.placement, queue, directory / "logs")
+    alone, turns = num_alone(recipe), timing.placement == "colocated"
+    workers = Workers(recipe.placement, queue, directory / "logs", alone, turns=turns)
     roles = build_roles(recipe, model, chosen, workers, _updates(recipe.trainer.steps, recipe.learner))
     if roles.warmup_steps >= recipe.trainer.steps:
         raise ConfigError(
@@ -224,6 +225,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
     by_pass = not on_policy and _has_pass(chosen)
     job = Job("policy", recipe.train.over(updates), chosen, against=None if by_pass else "rollout_logprobs")
     policy = workers.group(model.decoder, job)
+    engines, checkpoint = publish_to(recipe, model, rollout.engine, workers, directory / "logs")
     workers.check()
     of_policy = [stages.on_policy(queue)] if on_policy else _policy_stages(chosen, policy, queue)
     derived = stages.derived(chosen, queue, seed=seed_of(recipe.seed, "derived"))
@@ -271,8 +273,8 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
         kl=kl,
         queue=queue,
         workers=workers,
-        checkpoint=build_checkpoint(recipe, model, directory / "logs"),
-        engines=(rollout.engine,),
+        checkpoint=checkpoint,
+        engines=engines,
         notes=notes(dataset),
     )
 
@@ -383,7 +385,7 @@ def _dataset_phase(
     recipe: Recipe,
     model: Model,
     directory: Path,
-    engines: tuple[NativeEngine, ...],
+    engine: Engine | None,
     name: str,
     data: DatasetSection,
     heldout: DatasetSection | None,
@@ -403,7 +405,8 @@ def _dataset_phase(
     maker = (Comparisons if form == "pairs" else Demonstrations)(model.renderer, recipe.engine.max_context)
     _check_room(recipe, tasks_per_step, "warmup.rows_per_step" if name == "warmup" else "rollout.groups_per_step and group_size")
     queue = MemoryQueue(recipe.queue, join=joining(recipe.placement))
-    workers = Workers(recipe.placement, queue, directory / "logs")
+    workers = Workers(recipe.placement, queue, directory / "logs", num_alone(recipe) if engine is not None else 0, turns=True)
+    engines, checkpoint = publish_to(recipe, model, engine, workers, directory / "logs")
     dataset = build_dataset(data, "train", seed_of(recipe.seed, "demonstrations"), model.renderer, form)
     source = DatasetSource(
         dataset=dataset,
@@ -440,7 +443,7 @@ def _dataset_phase(
         kl=KLControls(chosen),
         queue=queue,
         workers=workers,
-        checkpoint=build_checkpoint(recipe, model, directory / "logs"),
+        checkpoint=checkpoint,
         engines=engines,
         heldout=measured,
         notes=notes(dataset, tasks),
@@ -449,16 +452,16 @@ def _dataset_phase(
 
 def memory(recipe: Recipe, phase: Phase) -> dict[str, int]:
     """Bytes of what lasts from step to step; activations of one micro-batch and a snapshot's copy come on top."""
-    decoder, engine = phase.model.decoder, recipe.engine
+    decoder = phase.model.decoder
     weights, trained = (4 * count for count in phase.model.sizes)
     beside = [(role, role.model.num_parameters * 4) for role in phase.roles.all]
-    generates = isinstance(decoder, Decoder) and bool(phase.engines)
     return {
         "weights": weights,
         "gradients": trained,
         "AdamW moments": 2 * trained,
         **{role.name: size * (1 if role.objective is None else 4) for role, size in beside},  # with gradients and moments
-        "rollout KV cache": KVCache.num_bytes(decoder.config, engine.slots, engine.max_context) if generates else 0,
+        **({"weights of rollout engines": len(phase.engines) * weights} if len(phase.engines) > 1 else {}),
+        "rollout KV cache": cache_bytes(recipe, decoder) if isinstance(decoder, Decoder) and phase.engines else 0,
     }
 
 

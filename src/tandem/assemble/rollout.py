@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import cast
 
 from tandem.agents.env_loop import EnvLoop
+from tandem.assemble.engines import Engine, build_engine, cache_bytes
 from tandem.assemble.model import Model, check_memory
 from tandem.assemble.rewards import open_reward
 from tandem.checkpoint.journal import Journal
 from tandem.errors import RegistryError
-from tandem.models.decoder import Decoder, KVCache
-from tandem.models.probe import TOLERANCE
+from tandem.models.decoder import Decoder
 from tandem.ports import LLM, AgentLoop, Env, Reward
 from tandem.recipe import AgentSection, Recipe
 from tandem.registry import resolve
-from tandem.rollout.native import NativeEngine
 from tandem.rollout.session import Session
 from tandem.trainer.source import MakeLLM
 from tandem.types import Key, SamplingParams, Task
@@ -44,7 +43,7 @@ class Rollout:
     A judgement of training that depended on a clock is journalled, so that a resumed run repeats it.
     """
 
-    engine: NativeEngine
+    engine: Engine
     agent: AgentLoop
     make_llm: MakeLLM
     reward: Reward | None
@@ -55,11 +54,8 @@ class Rollout:
 async def open_rollout(recipe: Recipe, model: Model, journal: Journal | None = None) -> AsyncGenerator[Rollout]:
     """Starts what generates and judges, and ends all of it. Raises RewardError for a reward that cannot be loaded."""
     assert isinstance(model.decoder, Decoder), "check_recipe"
-    assert model.probed is not None
-    cache = KVCache.num_bytes(model.decoder.config, recipe.engine.slots, recipe.engine.max_context)
-    check_memory({"weights": 4 * model.sizes[0], "rollout KV cache": cache})
-    tolerance = max(TOLERANCE, model.probed.gap)
-    engine = NativeEngine(model.decoder, model.renderer.text, recipe.engine, exact=model.probed.exact, tolerance=tolerance)
+    check_memory({"weights": 4 * model.sizes[0], "rollout KV cache": cache_bytes(recipe, model.decoder)})
+    engine = build_engine(recipe, model)
 
     def make_llm(key: Key, seed: int, params: SamplingParams) -> LLM:
         return Session(engine, model.renderer, key, params, seed=seed, max_context=recipe.engine.max_context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -18,12 +18,16 @@ from tandem.checkpoint.shared_memory import SharedMemory
 from tandem.checkpoint.transport import Transport
 from tandem.errors import ConfigError
 from tandem.recipe import Recipe
+from tandem.types import Metrics
 
 _PROBE = (2, 16)  # rows of so many tokens
 
 
-def build_checkpoint(recipe: Recipe, model: Model, logs: Path) -> Publisher:
-    """logs: a directory of the phase, beside which weights that go through files are. Raises ConfigError for what does not fit."""
+def build_checkpoint(recipe: Recipe, model: Model, logs: Path, told: Callable[[], Metrics] = Metrics) -> Publisher:
+    """logs: a directory of the phase, beside which weights that go through files are. told: see Publisher.
+
+    Raises ConfigError for what does not fit.
+    """
     config, one_process = recipe.checkpoint, recipe.placement.name == "inline"
     if one_process and config.name not in ("auto", "in_place"):
         raise ConfigError(
@@ -37,7 +41,7 @@ def build_checkpoint(recipe: Recipe, model: Model, logs: Path) -> Publisher:
             f"checkpoint.name=in_place with runtime={recipe.placement.name}: the trainer's weights are in other processes; choose "
             "shared_memory, collective or disk, or leave it to auto"
         )
-    return Publisher(_transports(recipe, config, logs), config, _probe(model))
+    return Publisher(_transports(recipe, config, logs), config, _probe(model), told)
 
 
 def _transports(recipe: Recipe, config: CheckpointConfig, logs: Path) -> Sequence[Transport]:

@@ -23,7 +23,7 @@ from tandem.models.language_model import LanguageModel
 from tandem.ports import Runtime, TrainEngine, TransferQueue, WorkerGroup
 from tandem.registry import resolve
 from tandem.runtime.inline import Inline
-from tandem.runtime.placement import Rank, SettledRuntime, place, seated, table
+from tandem.runtime.placement import Rank, ResourcePool, SettledRuntime, place, seated, table
 from tandem.runtime.pool import Runtime as Pools
 from tandem.runtime.process import Processes
 from tandem.runtime.queue_service import QueueServer, shared
@@ -97,6 +97,10 @@ def worker(rank: Rank, engine: TrainEngine, job: Job, queue: TransferQueue) -> M
     return TrainWorker(engine, queue, job.objective, job.role, ranks=rank.size, against=job.against)
 
 
+def _alone(number: int) -> str:
+    return f"rollout-{number}"
+
+
 def joining(config: SettledRuntime) -> Join:
     """How the queue joins rows, in memory that is shown to the workers of this machine."""
     return torch.cat if config.name == "inline" else shared
@@ -108,9 +112,17 @@ class Workers:
     shared: their models are objects of this process, so that what trains one changes what others here read.
     """
 
-    def __init__(self, config: SettledRuntime, queue: TransferQueue, logs: Path) -> None:
-        """Raises DeviceError where this machine has less than the pools ask for; a cluster is asked when the workers start."""
+    def __init__(self, config: SettledRuntime, queue: TransferQueue, logs: Path, alone: int = 0, *, turns: bool = False) -> None:
+        """alone: so many workers have a pool of their own beside those of the config, and can be done without while one of them
+        lives. turns: these and the others never compute at the same time, so that they may have the same cores.
+
+        Raises DeviceError where this machine has less than the pools ask for; a cluster is asked when the workers start.
+        """
         self._config = config
+        own = [ResourcePool(_alone(number), 1, config.cores) for number in range(alone)]
+        pools, spare = [*config.resource_pools, *own], [pool.name for pool in own]
+        if taken := {pool.name for pool in own} & config.pools.keys():
+            raise ConfigError(f"runtime.pools.{min(taken)} is the name of a rollout engine's own pool: choose another one")
         self._places: dict[str, str] = {}  # role -> pool
         self.shared = config.name == "inline"
         self._services: list[AbstractAsyncContextManager[Any, Any]] = []
@@ -119,16 +131,17 @@ class Workers:
             self._runtime: Runtime = Inline()
             self._queue = queue
         elif config.name == "process":
-            self._seats = place(config.resource_pools, device.hardware())
-            self._runtime = self._processes = Processes(self._seats, logs, limit_s=config.limit_s)
+            here = device.hardware()
+            self._seats = (*place(config.resource_pools, here), *place(own, here)) if turns else place(pools, here)
+            self._runtime = self._processes = Processes(self._seats, logs, limit_s=config.limit_s, spare=spare)
             server = QueueServer(queue)
             self._services.append(server)
             self._queue = server.client()
         else:
-            self._seats = seated(config.resource_pools, "cpu")
+            self._seats = seated(pools, "cpu")
             kinds = (resolve(name, _RAY, kind="runtime") for name in ("ray", "queue of ray"))
             cluster_type, server_type = cast("tuple[type[RayCluster], type[RayQueueServer]]", tuple(kinds))
-            cluster = cluster_type(config.resource_pools, logs, limit_s=config.limit_s)
+            cluster = cluster_type(pools, logs, limit_s=config.limit_s, spare=spare)
             serving = server_type(queue, cluster)
             self._runtime = self._processes = cluster
             self._services.append(serving)
@@ -150,24 +163,30 @@ class Workers:
             return self._runtime.group(job.role, pool, _WHOLE, blueprint, job, self._queue)
         return self._runtime.group(job.role, pool, _SHARDED, blueprint, job, self._queue, self._config, collectives=True)
 
+    def alone(self, number: int, factory: str, *arguments: object) -> WorkerGroup:
+        """The worker that has the `number`th pool of its own, so that its death ends no other."""
+        self._places[_alone(number)] = _alone(number)
+        return self._runtime.group(_alone(number), _alone(number), factory, *arguments)
+
     def check(self) -> None:
         """After the last group. Raises ConfigError for a pool that no role is in."""
+        roles = [role for role, pool in self._places.items() if pool in self._config.pools]
         if idle := [name for name in self._config.pools if name not in self._places.values()] if not self.shared else []:
             raise ConfigError(
-                f"runtime.pools.{idle[0]} has no role to hold: a pool of a role has its name ({', '.join(self._places)}), "
+                f"runtime.pools.{idle[0]} has no role to hold: a pool of a role has its name ({', '.join(roles)}), "
                 f"and all others are in pool 'trainer'"
             )
 
     @property
     def death(self) -> str:
-        """Which process died first that nobody ended, how, and the end of its log, as sentences; "" where none did. Also after
-        the `async with`.
+        """Which process died first that nobody ended and nobody can do without, how, and the end of its log, as sentences; "" where
+        none did. Also after the `async with`.
         """
         return self._processes.death if self._processes is not None else ""
 
     @property
     def lost(self) -> Watch | None:
-        """What raises WorkerError as soon as a process dies; None where there is none that could alone."""
+        """What raises WorkerError as soon as there is a `death`; None where there is none that could alone."""
         return self._processes.lost if self._processes is not None else None
 
     def describe(self) -> str:

@@ -2,15 +2,16 @@
 
     publish:  ranks encode and send -> engines load -> hashes and probe logprobs of both ends -> engines that agree are admitted
 
-An engine that cannot be reached, or that holds something else, is tried again; then it is left out, which means that nothing may
-be sampled from it, and offered everything at a later full publish. Where nobody is left, that is an error.
+Where weights move an engine stands still from before it loads until it has shown that it holds what was sent, so that nothing is
+sampled from anything else. One that cannot be reached, or that holds something else, is tried again; then it is left out, so that
+nothing may be sampled from it, and offered everything at a later full publish. Where nobody is left, that is an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, cast
@@ -103,11 +104,17 @@ class Publisher:
     """Implements ports.CheckpointEngine.
 
     transports: to be tried in this order, the first that reaches everybody is used. probe: rows of tokens, of two at least, of
-    which both ends tell the logprobs.
+    which both ends tell the logprobs. told: called when a publish has decided who is admitted; its metrics are the publish's too.
     """
 
-    def __init__(self, transports: Sequence[Transport], config: CheckpointConfig, probe: Sequence[Sequence[int]]) -> None:
-        self._transports, self._config = tuple(transports), config
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        config: CheckpointConfig,
+        probe: Sequence[Sequence[int]],
+        told: Callable[[], Metrics] = Metrics,
+    ) -> None:
+        self._transports, self._config, self._told = tuple(transports), config, told
         self._probe = tuple(map(tuple, probe))
         self._rows = _rows(self._probe)
         self._costs = _Costs(config.encoding, config.full_every)
@@ -115,7 +122,7 @@ class Publisher:
         self._targets: list[_Target] = []
         self._opened: list[OpenedWeights] = []
         self._number = 0
-        self._hashes: tuple[str, ...] = ()
+        self._last: tuple[PolicyRef, tuple[str, ...]] | None = None
 
     @property
     def admitted(self) -> tuple[RolloutEngine, ...]:
@@ -147,7 +154,7 @@ class Publisher:
 
     async def publish(self, policy: PolicyRef) -> Metrics:
         """Metrics, all publish/...: bytes and time_s; sent_frac, of all bytes; delta, 0 or 1; left_out, how many engines;
-        changed, 0 or 1, from the second time on; probe_gap, the largest difference of a logprob, where weights moved. Without
+        changed, 0 or 1, where another policy was published before; probe_gap, the largest difference of a logprob, where weights moved. Without
         engines nothing moves.
         """
         if self._train is None:
@@ -166,18 +173,19 @@ class Publisher:
             )
         seconds = time.perf_counter() - start
         self._costs.took(turn, delta, seconds)
-        before, self._hashes = self._hashes, tuple(each.wire_hash for each in sent)
+        before, self._last = self._last, (policy, tuple(each.wire_hash for each in sent))
         metrics = Metrics.mean({"publish/delta": float(delta)})
         if self._transport.moves:
             metrics += Metrics.mean(
                 {"publish/sent_frac": sum(each.num_bytes for each in sent) / sum(each.whole_bytes for each in sent)}
             )
             metrics += Metrics({"publish/probe_gap": Metric(max(each.gap for each in self._targets), 1.0, "max")})
-        if before:
-            metrics += Metrics.mean({"publish/changed": float(self._hashes != before)})
+        if before is not None and before[0] != policy:
+            metrics += Metrics.mean({"publish/changed": float(before[1] != self._last[1])})
         left_out = len(self._targets) - len(self.admitted)
         moved = sum(each.num_bytes for each in sent)
-        return metrics + Metrics.sum({"publish/bytes": moved, "publish/left_out": left_out, "publish/time_s": seconds})
+        metrics += Metrics.sum({"publish/bytes": moved, "publish/left_out": left_out, "publish/time_s": seconds})
+        return metrics + self._told()
 
     async def aclose(self) -> None:
         for transport in self._transports:
@@ -220,6 +228,9 @@ class Publisher:
 
     async def _meet(self, due: Sequence[_Target], policy: PolicyRef, *, delta: bool, whole: bool) -> list[SentWeights]:
         """Sends while these engines load, and no others. Nothing where that failed."""
+        due = [each for each, fine in zip(due, await asyncio.gather(*map(self._halt, due)), strict=True) if fine]
+        if not due:
+            return []
         if [each for each in self._targets if each.reader is not None] != due:
             await self._open(due)
         sending = asyncio.create_task(self._send(delta, whole), name="send weights")
@@ -260,8 +271,21 @@ class Publisher:
     async def _admit(
         self, target: _Target, policy: PolicyRef, sent: Sequence[SentWeights], ours: Sequence[NDArray[np.float32]]
     ) -> None:
-        if await self._load(target, policy):
+        if await self._halt(target) and await self._load(target, policy):
             await self._agree(target, sent, ours)
+
+    async def _halt(self, target: _Target) -> bool:
+        """Whether the engine stands still now; where nothing moves it need not."""
+        return not self._transport.moves or await self._heard(target, target.engine.pause())
+
+    async def _heard(self, target: _Target, call: Awaitable[None]) -> bool:
+        """Whether the engine did as it was told."""
+        try:
+            await asyncio.wait_for(call, self._config.limit_s)
+        except _FAILURES as error:
+            target.why = _said(error)
+            return False
+        return True
 
     async def _load(self, target: _Target, policy: PolicyRef) -> bool:
         """Whether the engine says that it has this policy."""
@@ -301,7 +325,7 @@ class Publisher:
                 f"{held.tolerance:g}: does it keep something that older weights computed?"
             )
             return
-        target.admitted = True
+        target.admitted = await self._heard(target, target.engine.resume())
 
 
 def _said(error: BaseException) -> str:

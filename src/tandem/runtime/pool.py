@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -54,7 +54,7 @@ class Pool(ABC, Generic[M]):
     def __init__(self, name: str, size: int, limit_s: float) -> None:
         self.started = False
         self.death = ""  # who died that nobody ended, how, and the end of its log, as sentences
-        self.died = asyncio.Event()  # of the runtime: it has such a pool
+        self.died: Callable[[], None] = lambda: None  # is called then
         self._name = name
         self._size = size
         self._limit_s = limit_s
@@ -104,7 +104,7 @@ class Pool(ABC, Generic[M]):
         peers = ", and its peers were ended" if len(self) > 1 else ""
         went, log = f"{how}{peers}{left}", await member.log_end()
         self.death = f"{member} of pool {self._name} {went}. {log}"
-        self.died.set()
+        self.died()
         self._ended.set_result(f"{member} {went}. {log}")
 
     async def join(self) -> None:
@@ -203,19 +203,30 @@ class PoolGroup(Group):
 
 
 class Runtime(ABC):
-    """Pools of processes, for the length of an `async with`. Groups are declared before, and their workers built as it begins."""
+    """Pools of processes, for the length of an `async with`. Groups are declared before, and their workers built as it begins.
 
-    def __init__(self, pools: Mapping[str, Pool[Any]]) -> None:
-        self._pools = pools
+    spare: names of pools that can be done without as long as one of them lives.
+    """
+
+    def __init__(self, pools: Mapping[str, Pool[Any]], spare: Collection[str] = ()) -> None:
+        self._pools, self._spare = pools, frozenset(spare)
         self._died = asyncio.Event()
         for pool in pools.values():
-            pool.died = self._died
+            pool.died = self._look
         self._declared: list[tuple[PoolGroup, str, tuple[object, ...]]] = []
 
     @property
     def death(self) -> str:
-        """Who died first that nobody ended, how, and the end of its log, as sentences; "" where none did. Also after the end."""
-        return next((pool.death for pool in self._pools.values() if pool.death), "")
+        """Who died first that nobody ended and nobody can do without, how, and the end of its log, as sentences; "" where none did.
+        Also after the end.
+        """
+        deaths = {name: pool.death for name, pool in self._pools.items()}
+        spare = [deaths.pop(name) for name in self._spare]
+        return next(filter(None, deaths.values()), "") or (spare[0] if spare and all(spare) else "")
+
+    def _look(self) -> None:
+        if self.death:
+            self._died.set()
 
     async def lost(self) -> None:
         """Raises WorkerError as soon as there is a `death`."""

@@ -7,7 +7,7 @@ import os
 import platform
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +31,13 @@ class Processes(Runtime):
     """The process runtime.
 
     seats: as `placement.place` made them. logs: a directory for one file a process. limit_s: how long a call may wait while no
-    rank answers; longer than the slowest step.
+    rank answers; longer than the slowest step. spare: pools that can be done without as long as one of them lives.
     """
 
-    def __init__(self, seats: Sequence[Seat], logs: Path, *, limit_s: float = 600.0) -> None:
+    def __init__(self, seats: Sequence[Seat], logs: Path, *, limit_s: float = 600.0, spare: Collection[str] = ()) -> None:
         self._logs = logs = logs.resolve()
         pools = {name: [seat for seat in seats if seat.pool == name] for name in dict.fromkeys(seat.pool for seat in seats)}
-        super().__init__({name: _ProcessPool(name, its, logs, limit_s) for name, its in pools.items()})
+        super().__init__({name: _ProcessPool(name, its, logs, limit_s) for name, its in pools.items()}, spare)
 
     async def _prepare(self, undo: AsyncExitStack) -> None:
         with attempt(f"make the directory {self._logs}", self._logs):

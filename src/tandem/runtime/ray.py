@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -90,18 +90,26 @@ class RayCluster(Runtime):
 
     logs: a directory on every node, for one file a process of that node. limit_s: how long a call may wait while no rank
     answers; longer than the slowest step. address: of the cluster; see the module's docstring. running: whether its actors can
-    be called.
+    be called. spare: pools that can be done without as long as one of them lives.
 
     Entering it raises DeviceError where the pools ask for more than the cluster has, before anything starts.
     """
 
-    def __init__(self, pools: Sequence[ResourcePool], logs: Path, *, limit_s: float = 600.0, address: str | None = None) -> None:
+    def __init__(
+        self,
+        pools: Sequence[ResourcePool],
+        logs: Path,
+        *,
+        limit_s: float = 600.0,
+        address: str | None = None,
+        spare: Collection[str] = (),
+    ) -> None:
         self.running = False
         self._address = address
         self._wanted = tuple(pools)
         self._listeners: list[Callable[[Actor], None]] = []
         self._reserved = {pool.name: _RayPool(pool, logs.absolute(), limit_s, self._listeners) for pool in pools}
-        super().__init__(self._reserved)
+        super().__init__(self._reserved, spare)
 
     @property
     def seats(self) -> tuple[Seat, ...]:

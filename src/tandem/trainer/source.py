@@ -65,11 +65,12 @@ class RolloutConfig:
 
     spare_groups: so many more are begun than a step trains on, in sync mode; the step takes the first that are complete, and the
     others are cut off. enough_episodes: of a group, so many; once they have ended the others are cut off, and 0 waits for all.
-    Both leave out what takes long, and so favour what is short.
+    Both leave out what takes long, and so favour what is short. engines: that sample; several have processes of their own.
     """
 
     groups_per_step: int = 16
     group_size: int = 16
+    engines: int = 1
     max_refills_per_step: int = 128
     spare_groups: int = 0
     enough_episodes: int = 0
@@ -77,8 +78,8 @@ class RolloutConfig:
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
 
     def __post_init__(self) -> None:
-        least = {"groups_per_step": 1, "group_size": 1, "max_refills_per_step": 0, "spare_groups": 0, "enough_episodes": 0}
-        for name, value in least.items():
+        names = ("groups_per_step", "group_size", "engines", "max_refills_per_step", "spare_groups", "enough_episodes")
+        for name, value in zip(names, (1, 1, 1, 0, 0, 0), strict=True):
             if getattr(self, name) < value:
                 raise ValueError(f"{name} must be at least {value}, got {getattr(self, name)}")
         if self.enough_episodes >= self.group_size > 1 or self.enough_episodes > self.group_size:
