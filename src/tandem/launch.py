@@ -451,9 +451,7 @@ async def _measure(recipe: Recipe, console: Console) -> None:
         loss = await _heldout_loss(recipe, recipe.data.heldout, model) if from_dataset(recipe) else None
         if loss is None and recipe.reward is None:
             raise ConfigError("there is nothing to measure by: name a reward, e.g. reward.function=exact_match")
-        rollout = None
-        if recipe.reward is not None:
-            rollout = await stack.enter_async_context(open_rollout(recipe, model))
+        rollout = await stack.enter_async_context(open_rollout(recipe, model)) if recipe.reward is not None else None
         heldout = await _heldout(recipe, model) if rollout is not None else None
         found = await measured(recipe, loss, PolicyRef(), rollout, heldout)
     for name, value in told(found.values)[0].items():

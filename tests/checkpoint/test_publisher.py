@@ -14,7 +14,7 @@ from tandem.checkpoint.disk import Disk
 from tandem.checkpoint.fake import FakeWeightWorker
 from tandem.checkpoint.publisher import CheckpointConfig, _Costs  # pyright: ignore[reportPrivateUsage]
 from tandem.errors import EngineError, WorkerError
-from tandem.ports import WeightSource
+from tandem.ports import Held, WeightSource
 from tandem.runtime.inline import InlineGroup
 from tandem.types import PolicyRef
 from tandem.weights import WeightBlock
@@ -126,3 +126,64 @@ def test_auto_takes_what_took_less_time_and_measures_again() -> None:
 
     assert chosen(2, 1) == [False, False, True, True, True, True, True, True] * 2
     assert chosen(1, 2) == [False, False, True, True, False, False, False, False] * 2
+
+
+class Watched(Rollout):
+    """Says what it was asked in order; with weights that are not those that were sent, where it is `wrong`."""
+
+    def __init__(self, weights: Weights, *, wrong: bool) -> None:
+        super().__init__(weights)
+        self.asked: list[str] = []
+        self._wrong = wrong
+
+    async def pause(self) -> None:
+        self.asked.append("pause")
+
+    async def resume(self) -> None:
+        self.asked.append("resume")
+
+    async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:
+        self.asked.append("load")
+        await super().load_weights(source, policy)
+        if self._wrong:
+            self.weights["norm"][0] += 1
+
+    async def held(self, blocks: Sequence[Sequence[WeightBlock]], rows: Sequence[Sequence[int]]) -> Held:
+        self.asked.append("held")
+        return await super().held(blocks, rows)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_an_engine_stands_still_until_it_has_shown_that_it_holds_what_was_sent(name: str, tmp_path: Path) -> None:
+    """And longer, if it does not."""
+
+    async def scenario() -> None:
+        trainer = FakeWeightWorker(some_weights(), copies=True)
+        right, wrong = (Watched(zeros(trainer), wrong=each) for each in (False, True))
+        async with aclosing(publisher(TRANSPORTS[name](tmp_path))) as engine:
+            await engine.connect(InlineGroup([trainer]), [right, wrong])
+            await engine.publish(PolicyRef(version=1))
+            assert engine.admitted == (right,)
+            assert right.asked == ["pause", "load", "held", "resume"]
+            assert wrong.asked == ["pause", "load", "held"] * 2
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_gone_is_not_waited_for_where_all_meet(tmp_path: Path) -> None:
+    class Gone(Rollout):
+        async def pause(self) -> None:
+            raise WorkerError("its process was killed")
+
+    async def scenario() -> None:
+        trainer = FakeWeightWorker(some_weights(), copies=True)
+        good, gone = Rollout(zeros(trainer)), Gone(zeros(trainer))
+        async with aclosing(publisher(TRANSPORTS["collective"](tmp_path))) as engine:
+            await engine.connect(InlineGroup([trainer]), [good, gone])
+            for version in range(1, 4):
+                await asyncio.wait_for(engine.publish(PolicyRef(version=version)), 10)  # a meeting waits 30 s
+                assert engine.admitted == (good,)
+                assert all(good.weights[weight].equal(trainer.held[weight]) for weight in trainer.held)
+                update(trainer)
+
+    asyncio.run(scenario())

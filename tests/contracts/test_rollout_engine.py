@@ -1,11 +1,15 @@
-"""The laws of ports.RolloutEngine, for the native engine and the fake, here and in workers."""
+"""The laws of ports.RolloutEngine, for the native engine and the fake, here and in workers, alone and behind a router.
+
+Behind a router two engines have the slots of one between them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, closing
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +24,7 @@ from tandem.models.decoder import DecoderConfig, init_decoder
 from tandem.ports import RolloutEngine, Runtime, WorkerGroup
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.rollout.remote import EngineWorker, RemoteEngine
+from tandem.rollout.router import Router
 from tandem.runtime.inline import InlineGroup
 from tandem.runtime.placement import ResourcePool, place
 from tandem.runtime.process import Processes
@@ -54,18 +59,23 @@ class Here:
 
 
 class Elsewhere:
-    """In a worker, which is started once and has an engine for each test; all calls come from one event loop."""
+    """In a worker, which is started once and has an engine for each test, or several of these slots behind a router; all calls come
+    from one event loop.
+    """
 
     step_s = STEP_S
 
-    def __init__(self, make: Callable[[Path], Runtime]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[Path], Runtime], slots: Sequence[int] = (SLOTS,)) -> None:
+        self._make, self._slots = make, slots
         self._open = ExitStack()
 
     @cached_property
     def _started(self) -> tuple[asyncio.Runner, Iterator[WorkerGroup]]:
         runtime = self._make(Path(self._open.enter_context(TemporaryDirectory())))
-        groups = [runtime.group(f"rollout {number}", POOL.name, "tests.rollout.served:slow") for number in range(50)]
+        groups = [
+            runtime.group(f"rollout {number}", POOL.name, "tests.rollout.served:slow", slots)
+            for number, slots in enumerate(list(self._slots) * 50)
+        ]
         runner = self._open.enter_context(asyncio.Runner())
         runner.run(runtime.__aenter__())
         self._open.callback(lambda: runner.run(runtime.__aexit__(None, None, None)))
@@ -73,7 +83,8 @@ class Elsewhere:
 
     def run(self, scene: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
         runner, groups = self._started
-        runner.run(scene(over(next(groups))))
+        engines = [over(next(groups)) for _ in self._slots]
+        runner.run(scene(engines[0] if len(engines) == 1 else before(*engines)))
 
     def close(self) -> None:
         self._open.close()
@@ -83,8 +94,21 @@ def over(group: WorkerGroup) -> RemoteEngine:
     return RemoteEngine(group, vocab_size=VOCABULARY, max_context=MAX_CONTEXT, capabilities=frozenset({"batch_invariant"}))
 
 
-def native_engine() -> RolloutEngine:
-    config = NativeConfig(slots=SLOTS, max_context=MAX_CONTEXT, chunk_tokens=4)
+@dataclass(frozen=True)
+class All:
+    """Of these engines each is admitted."""
+
+    admitted: Sequence[RolloutEngine]
+
+
+def before(*engines: RolloutEngine) -> Router:
+    router = Router(vocab_size=VOCABULARY, max_context=MAX_CONTEXT, capabilities=frozenset({"batch_invariant"}))
+    router.serve(engines, All(engines))
+    return router
+
+
+def native_engine(slots: int = SLOTS) -> RolloutEngine:
+    config = NativeConfig(slots=slots, max_context=MAX_CONTEXT, chunk_tokens=4)
     return NativeEngine(init_decoder(SHAPE, 0), characters, config, exact=True)
 
 
@@ -98,6 +122,10 @@ MAKERS: dict[str, Callable[[], Adapter]] = {
     "native": lambda: Here(native_engine),
     "fake": lambda: Here(fake_engine),
     "native in a worker": lambda: Here(lambda: over(InlineGroup([EngineWorker(native_engine())]))),
+    "natives behind a router": lambda: Here(lambda: before(native_engine(2), native_engine(1))),
+    "fakes in a process behind a router": lambda: Elsewhere(
+        lambda logs: Processes(place([POOL], Hardware(1)), logs, limit_s=20), (2, 1)
+    ),
     "fake in a process": lambda: Elsewhere(lambda logs: Processes(place([POOL], Hardware(1)), logs, limit_s=20)),
     "fake in an actor": lambda: Elsewhere(ray_cluster),
 }
@@ -379,7 +407,7 @@ def test_a_consumer_that_leaves_frees_its_place(adapter: Adapter, how: str) -> N
             if how == "drop":
                 async for _ in stream:
                     return
-            async with aclosing(stream) as chunks:  # type: ignore[type-var]
+            async with aclosing(stream) as chunks:
                 async for _ in chunks:
                     return
 

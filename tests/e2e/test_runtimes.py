@@ -18,7 +18,7 @@ import pytest
 
 from tandem.models.hf import load_value_model
 from tandem.text.tokenizer import load_tokenizer
-from tests.e2e.runs import REWARD, assert_same, forked, outcome, started, tandem, write_recipe
+from tests.e2e.runs import REWARD, assert_same, forked, outcome, read_lines, started, tandem, write_recipe
 from tests.runtime.ray_cluster import cluster
 
 PPO = ("algorithm=ppo", "algorithm.reward_kl_coef=0.1", "critic.train.lr=0.003", "critic.warmup_steps=1")
@@ -27,14 +27,15 @@ PROCESS = "runtime=process"
 
 
 def trained(directory: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the tiny recipe comes to; how many bytes a publish moves is the runtime's own affair."""
+    """What the tiny recipe comes to; how many bytes a publish moves, and which engine samples, is the runtime's own affair."""
     log = directory.with_suffix(".log")
     directory.parent.mkdir(parents=True, exist_ok=True)
     command = ["train", str(write_recipe(directory.parent)), f"run.dir={directory}", *arguments]
     assert forked(command, log, environment=environment) == 0, log.read_text()
     found = outcome(directory)
     for line in (*found["metrics"], *found["warmup"]):
-        line.pop("publish/bytes", None)
+        for name in ("publish/bytes", "rollout/moved_requests"):
+            line.pop(name, None)
     return found
 
 
@@ -53,6 +54,28 @@ def test_one_rank_elsewhere_is_one_rank_here_bit_for_bit(
     arguments: tuple[str, ...], pools: str, inline: dict[tuple[str, ...], Any], tmp_path: Path
 ) -> None:
     assert_same(trained(tmp_path / "run", *arguments, PROCESS, f"runtime.pools={pools}"), inline[arguments])
+
+
+@pytest.mark.parametrize(
+    ("runtime", "dies"),
+    [
+        ("process", True),
+        pytest.param("process", False, marks=pytest.mark.slow),
+        pytest.param("ray", True, marks=[pytest.mark.slow, pytest.mark.ray]),
+    ],
+)
+def test_several_engines_sample_what_one_does_also_where_one_dies(
+    runtime: str, dies: bool, inline: dict[tuple[str, ...], Any], tmp_path: Path
+) -> None:
+    """Bit for bit; the run neither ends nor begins again."""
+    there = {"RAY_ADDRESS": cluster().address} if runtime == "ray" else {}
+    there |= {"TANDEM_CRASH_AT": "rollout-1-0/rollout.step:30"} if dies else {}
+    engines = ("rollout.engines=2", f"runtime={runtime}", "runtime.pools={trainer: 1}")
+    assert_same(trained(tmp_path / "run", *GRPO, *engines, environment=there), inline[GRPO])
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert (sum(line.get("rollout/moved_requests", 0) for line in lines) > 0) is dies
+    assert [line["publish/left_out"] for line in lines if "publish/left_out" in line][-1] == dies
+    assert not any("run/restarts" in line for line in lines)
 
 
 @pytest.mark.slow
@@ -282,6 +305,13 @@ def holders(log: Path) -> list[int]:
         (["runtime=inline", "runtime.replicas=2"], "runtime.replicas=2, and with runtime=inline all is in this process"),
         (["runtime.replicas=0"], "replicas must be at least 1, got 0"),
         (["runtime.limit_s=.inf"], "at most 3.1536e+07 (a year), got inf"),
+        (["rollout.engines=0"], "engines must be at least 1, got 0"),
+        (["rollout.engines=2", "runtime=inline"], "rollout.engines=2 with runtime=inline: engines in one process would take turns"),
+        (["rollout.engines=4096"], "4096 cores are asked for"),
+        (
+            ["rollout.engines=2", "runtime.pools={trainer: 1, rollout-1: 1}"],
+            "runtime.pools.rollout-1 is the name of a rollout engine",
+        ),
         (["queue.max_groups=1"], "queue.max_groups=1 is below the 2 groups"),
         (["runtime=slurm"], "slurm"),
     ],

@@ -32,9 +32,9 @@ class SharedWeights:
         raise AssertionError("shared weights have nothing to move")
 
 
-def fake_engine() -> FakeEngine:
+def fake_engine(slots: int = SLOTS) -> FakeEngine:
     """Ten distinct tokens over and over, not the same for two prompts."""
-    return _fake(FakeEngine)
+    return _fake(FakeEngine, slots)
 
 
 class _Slow(FakeEngine):
@@ -45,19 +45,19 @@ class _Slow(FakeEngine):
         super()._step()
 
 
-def _fake(kind: type[FakeEngine]) -> FakeEngine:
+def _fake(kind: type[FakeEngine], slots: int) -> FakeEngine:
     return kind(
         lambda p: [(sum(p) + i) % 10 for i in range(MANY)],
-        slots=SLOTS,
+        slots=slots,
         vocab_size=VOCABULARY,
         max_context=MAX_CONTEXT,
         text=text,
     )
 
 
-def slow(rank: Rank) -> EngineWorker:
+def slow(rank: Rank, slots: int) -> EngineWorker:
     del rank
-    return EngineWorker(_fake(_Slow))
+    return EngineWorker(_fake(_Slow, slots))
 
 
 def native(rank: Rank, seed: int, config: dict[str, Any], pid: Path) -> EngineWorker:

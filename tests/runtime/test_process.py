@@ -413,3 +413,23 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert gone_within(pids, 10)
+
+
+def test_pools_that_can_be_done_without_are_no_loss_until_the_last_of_them_dies(tmp_path: Path) -> None:
+    pools = [ResourcePool(name, 1) for name in ("needed", "spare-0", "spare-1")]
+
+    async def main() -> None:
+        runtime = Processes(place(pools, Hardware(3)), tmp_path, limit_s=20, spare=["spare-0", "spare-1"])
+        needed, *spare = (runtime.group(pool.name, pool.name, FACTORY) for pool in pools)
+        async with runtime:
+            lost = asyncio.create_task(runtime.lost())
+            for number, group in enumerate(spare):
+                assert runtime.death == ""
+                assert not lost.done()
+                with pytest.raises(WorkerError, match=f"spare-{number}.die: rank 0 .*killed by SIGKILL"):
+                    await group.call(Worker.die, 0, signal.SIGKILL)
+                await needed.call(Worker.pid)
+            with pytest.raises(WorkerError, match=r"rank 0 .* of pool spare-0 was killed by SIGKILL"):
+                await asyncio.wait_for(lost, 5)
+
+    asyncio.run(main())

@@ -154,8 +154,8 @@ class Publisher:
 
     async def publish(self, policy: PolicyRef) -> Metrics:
         """Metrics, all publish/...: bytes and time_s; sent_frac, of all bytes; delta, 0 or 1; left_out, how many engines;
-        changed, 0 or 1, where another policy was published before; probe_gap, the largest difference of a logprob, where weights moved. Without
-        engines nothing moves.
+        changed, 0 or 1, where another policy was published before; probe_gap, the largest difference of a logprob, where weights
+        moved. Without engines nothing moves.
         """
         if self._train is None:
             raise EngineError(f"publishing {policy} before connect(train, rollouts)")

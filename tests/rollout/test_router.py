@@ -1,0 +1,270 @@
+"""Several engines as one: who samples what, and that nobody can see who did; the port's laws are in contracts/."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.checkpoint.publisher import CheckpointConfig, Publisher
+from tandem.checkpoint.shared_memory import SharedMemory
+from tandem.device import Hardware
+from tandem.errors import EngineError
+from tandem.ports import RolloutEngine, WeightSource
+from tandem.queue.memory import MemoryQueue
+from tandem.rollout.native import NativeConfig, NativeEngine
+from tandem.rollout.remote import RemoteEngine
+from tandem.rollout.router import Router
+from tandem.runtime.inline import InlineGroup
+from tandem.runtime.placement import ResourcePool, place
+from tandem.runtime.process import Processes
+from tandem.train.config import TrainConfig
+from tandem.train.torch_engine import TorchEngine
+from tandem.trainer.workers import ModelWorker
+from tandem.types import Chunk, GenerateRequest, PolicyRef
+from tests.rollout.tiny import Answer, answer, answers, decoder, engine, request, text
+
+CONFIG: dict[str, Any] = {"slots": 4, "max_context": 128, "chunk_tokens": 4}
+LIMITS: dict[str, Any] = {"vocab_size": 61, "max_context": 128, "capabilities": frozenset({"batch_invariant", "exact"})}
+MODEL = decoder()
+PROMPTS = [(1, 2, 3, 4), (9, 8), (5,), (7, 7, 7, 7, 7)]
+
+
+class Admitting:
+    """Who is admitted, as a test says."""
+
+    def __init__(self, *engines: RolloutEngine) -> None:
+        self.admitted: Sequence[RolloutEngine] = engines
+
+
+class Noted(NativeEngine):
+    """Notes what it is asked."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(MODEL, text, NativeConfig(**{**CONFIG, **config}), exact=True)
+        self.asked: list[GenerateRequest] = []
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.asked.append(request)
+        return super().generate(request)
+
+
+def routed(*engines: RolloutEngine) -> tuple[Router, Admitting]:
+    router, admission = Router(**LIMITS), Admitting(*engines)
+    router.serve(engines, admission)
+    return router, admission
+
+
+def asked(groups: int = 4, members: int = 4, **params: Any) -> list[GenerateRequest]:
+    return [
+        request(i, PROMPTS[i % 4], member=j, **{"max_tokens": 15 + 5 * j, "temperature": 0.7 + 0.1 * i, **params})
+        for i in range(groups)
+        for j in range(members)
+    ]
+
+
+def alone(requests: Sequence[GenerateRequest]) -> list[Answer]:
+    """Of one engine that nobody disturbs."""
+    return asyncio.run(answers(engine(MODEL, **CONFIG), requests))
+
+
+async def until(condition: Callable[[], bool], pause_s: float = 0) -> None:
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(pause_s)
+    raise AssertionError("it did not come about")
+
+
+def facts(got: Sequence[Answer]) -> list[tuple[list[int], list[float], str | None]]:
+    """Where chunks end is nobody's business."""
+    return [(each.tokens, each.logprobs, each.stop) for each in got]
+
+
+def test_the_samples_are_those_of_one_engine_and_a_group_is_on_one() -> None:
+    first, second = Noted(), Noted()
+    router, _ = routed(first, second)
+    assert facts(asyncio.run(answers(router, asked()))) == facts(alone(asked()))
+    groups = [{one.key.group for one in each.asked} for each in (first, second)]
+    assert not groups[0] & groups[1]
+    assert [len(each.asked) for each in (first, second)] == [8, 8]
+    for each in (first, second):  # the prompt of a group is computed once
+        prompts = {one.key.group: len(one.tokens) - 1 for one in each.asked}
+        assert each.metrics()["prefill_tokens"].value == sum(prompts.values())
+
+
+def test_a_request_goes_to_the_engine_with_the_fewest() -> None:
+    first, second = Noted(slots=8), Noted(slots=8)
+    router, _ = routed(first, second)
+
+    async def scene() -> None:
+        long = [asyncio.create_task(answer(router, one)) for one in asked(2, 3, max_tokens=100)]
+        await asyncio.sleep(0)
+        await asyncio.gather(*(answer(router, one) for one in [request(5, (1,), max_tokens=1), request(6, (1,), max_tokens=1)]))
+        assert [[one.key.ordinal for one in each.asked] for each in (first, second)] == [[0, 0, 0, 5], [1, 1, 1, 6]]
+        await asyncio.gather(*long)
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_requests_leave_an_engine_that_is_left_out_and_come_back_when_it_is_admitted_again() -> None:
+    first, second = Noted(), Noted()
+    router, admission = routed(first, second)
+    undisturbed = facts(alone(asked(4, 2, max_tokens=60)))
+
+    async def scene() -> None:
+        got = [Answer([], [], []) for _ in range(8)]
+        running = [
+            asyncio.create_task(answer(router, one, into)) for one, into in zip(asked(4, 2, max_tokens=60), got, strict=True)
+        ]
+        await until(lambda: all(one.tokens for one in got))
+        before = len(first.asked)
+        admission.admitted = [second]
+        router.look()
+        await asyncio.gather(*running)
+        assert facts(got) == undisturbed
+        assert len(first.asked) == before
+        continued = [one for one in second.asked if one.sampled]
+        assert continued
+        assert {one.key for one in continued} <= {one.key for one in first.asked}
+        assert router.look()["rollout/moved_requests"].value == before
+        admission.admitted = [first, second]
+        router.look()
+        await answers(router, asked(2, 2))
+        assert len(first.asked) > before
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_while_weights_are_handed_out_new_requests_wait_and_running_ones_stay() -> None:
+    first, second = Noted(), Noted()
+    router, admission = routed(first, second)
+
+    async def scene() -> None:
+        running = [asyncio.create_task(answer(router, one)) for one in asked(2, 2, max_tokens=60)]
+        await until(lambda: len(first.asked) + len(second.asked) == 4)
+        admission.admitted = []
+        late = asyncio.create_task(answer(router, request(9, (1, 2), max_tokens=9)))
+        await asyncio.gather(*running)
+        assert not late.done()
+        assert len(first.asked) + len(second.asked) == 4
+        admission.admitted = [second]
+        router.look()
+        assert (await late).stop == "length"
+        assert len(second.asked) == 3
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline", "close"])
+def test_a_request_that_waits_for_an_engine_can_end(how: str) -> None:
+    router, admission = routed(engine(MODEL, **CONFIG))
+    admission.admitted = []
+
+    async def scene() -> None:
+        one = GenerateRequest(request(0, (1,)).key, (1,), request(0, (1,), max_tokens=9).params, 3, deadline_s=0.05)
+        waiting = asyncio.create_task(answer(router, one if how == "deadline" else request(0, (1,), max_tokens=9)))
+        await asyncio.sleep(0)
+        if how != "deadline":
+            await (router.abort([one.key]) if how == "abort" else router.close())
+        assert (await waiting).stop == "abort"
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+# --------------------------------------------------------------------------------------------------- in processes
+
+
+@asynccontextmanager
+async def served(logs: Path, num: int = 2) -> AsyncGenerator[list[RemoteEngine]]:
+    """Native engines with other weights than MODEL's, each in a process of a pool of its own."""
+    pools = [ResourcePool(f"rollout-{number}", 1) for number in range(num)]
+    runtime = Processes(place(pools, Hardware(num)), logs, limit_s=30, spare=[pool.name for pool in pools])
+    groups = [
+        runtime.group(pool.name, pool.name, "tests.rollout.served:native", 1, CONFIG, logs / f"{pool.name}.pid") for pool in pools
+    ]
+    async with runtime:
+        yield [RemoteEngine(group, **LIMITS) for group in groups]
+
+
+def kill(logs: Path, number: int) -> None:
+    os.kill(int((logs / f"rollout-{number}.pid").read_text()), signal.SIGKILL)
+
+
+def publisher(router: Router) -> Publisher:
+    return Publisher([SharedMemory()], CheckpointConfig(limit_s=20), [[1, 2, 3], [4, 5]], router.look)
+
+
+def trainer() -> InlineGroup:
+    return InlineGroup([ModelWorker(TorchEngine(MODEL, TrainConfig()), MemoryQueue())])
+
+
+def test_the_samples_are_the_same_when_an_engine_is_killed_while_it_generates(tmp_path: Path) -> None:
+    requests = asked(4, 4, max_tokens=80)
+    undisturbed = facts(alone(requests))
+
+    async def scene() -> None:
+        async with served(tmp_path) as engines:
+            router = Router(**LIMITS)
+            checkpoint = publisher(router)
+            router.serve(engines, checkpoint)
+            await checkpoint.connect(trainer(), engines)
+            await checkpoint.publish(PolicyRef())
+            got = [Answer([], [], []) for _ in requests]
+            running = [asyncio.create_task(answer(router, one, into)) for one, into in zip(requests, got, strict=True)]
+            await until(lambda: sum(len(one.tokens) for one in got) > 200, 0.001)
+            kill(tmp_path, 1)
+            await asyncio.gather(*running)
+            assert facts(got) == undisturbed
+            metrics = await checkpoint.publish(PolicyRef(version=1))
+            assert metrics["publish/left_out"].value == 1
+            assert metrics["rollout/moved_requests"].value > 0
+            assert list(checkpoint.admitted) == engines[:1]
+            await answers(router, requests[:2])
+            kill(tmp_path, 0)
+            with pytest.raises(EngineError, match=r"no rollout engine is left to sample it: .*killed by SIGKILL"):
+                await answer(router, requests[0])
+            await router.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+class Deaf(NativeEngine):
+    """Does not take new weights while `deaf`."""
+
+    deaf = True
+
+    async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:
+        if self.deaf:
+            raise EngineError("not now")
+        await super().load_weights(source, policy)
+
+
+def test_an_engine_that_took_no_weights_gets_no_requests_until_it_takes_some() -> None:
+    deaf, other = Deaf(decoder(seed=1), text, NativeConfig(**CONFIG), exact=True), engine(decoder(seed=2), **CONFIG)
+    router = Router(**LIMITS)
+    checkpoint = publisher(router)
+    router.serve([deaf, other], checkpoint)
+    undisturbed = facts(alone(asked()))
+
+    async def scene() -> None:
+        await checkpoint.connect(trainer(), [deaf, other])
+        await checkpoint.publish(PolicyRef(version=1))
+        assert facts(await answers(router, asked())) == undisturbed
+        assert deaf.metrics()["steps"].value == 0
+        deaf.deaf = False
+        version = 1
+        while deaf not in checkpoint.admitted:  # it is offered weights after ever more publishes
+            version += 1
+            await checkpoint.publish(PolicyRef(version=version))
+        assert version <= 5
+        assert facts(await answers(router, asked())) == undisturbed
+        assert deaf.metrics()["steps"].value > 0
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
