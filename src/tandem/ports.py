@@ -134,9 +134,7 @@ class RolloutEngine(Protocol):
     def capabilities(self) -> frozenset[str]: ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks in order, the last with `stop`; closing it ends the request. Raises EngineError at once for one that cannot be
-        served.
-        """
+        """Chunks in order, the last with `stop`; closing it ends the request. EngineError at once for what cannot be served."""
         ...
 
     async def load_weights(self, source: WeightSource, policy: PolicyRef) -> None:
