@@ -103,6 +103,21 @@ class Trainer:
         return found
 
     @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def train_and_save_within(self, path: Path, steps: Sequence[Sequence[DataProto]], loss: LossRef) -> Trained:
+        """The same, between the first forward and its backward."""
+        writes, ranks = [partial(self.engine.snapshot(), path)], self.engine._ranks
+        run = ranks.run
+
+        def ran(*args: Any, **kwargs: Any) -> Any:
+            found = run(*args, **kwargs)
+            if writes:
+                beside("saving", writes.pop()).result(60)
+            return found
+
+        with patch.object(ranks, "run", ran):
+            return train(self.engine, [parts[self.rank.index] for parts in steps], loss)
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
     async def load(self, path: Path) -> None:
         self.engine.load(path)
 

@@ -465,13 +465,14 @@ def test_a_snapshot_goes_on_bit_for_bit_on_as_many_ranks_and_closely_on_others(p
         torch.testing.assert_close(on_copies[name], tensor, atol=2e-6, rtol=0)
 
 
-def test_a_snapshot_is_written_while_the_ranks_go_on(pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("meanwhile", [Trainer.train_while_saving, Trainer.train_and_save_within], ids=["beside", "within a pass"])
+def test_a_snapshot_is_written_while_the_ranks_go_on(meanwhile: Callable[..., Any], pools: Pools, tmp_path: Path) -> None:
     """Both meet meanwhile, in the threads that write and in those that train."""
     first, then = batches(6, 2)[:2], [evenly(batch) for batch in batches(6, 2)[2:]]
     pools.each(Trainer.make, tiny_decoder(), ADAM)
     pools.each(Trainer.train, [evenly(batch) for batch in first], GRPO)
     pools.each(Trainer.save, tmp_path / "saved")
-    want = blocks(pools.each(Trainer.train_while_saving, tmp_path / "copied", then, GRPO), "weights")
+    want = blocks(pools.each(meanwhile, tmp_path / "copied", then, GRPO), "weights")
     saved, copied = (
         {
             f"{path.relative_to(place)} {name}": part

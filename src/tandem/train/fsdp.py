@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -108,10 +108,13 @@ class Shards:
     def replica(self) -> int:
         return self._mesh.get_local_rank("replica")
 
+    def meeting(self, what: str) -> AbstractContextManager[None]:
+        return device.meeting(what)
+
     @contextmanager
-    def meeting(self, what: str) -> Generator[None]:
+    def computing(self, what: str) -> Generator[None]:
         try:
-            with device.meeting(what):
+            with self.meeting(what):
                 yield
         finally:
             for unit in self._units:  # a step or a load changes the shards, and never what was gathered of them

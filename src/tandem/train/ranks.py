@@ -47,6 +47,10 @@ class Ranks(Protocol):
         """Around whatever ranks do together: one that does not come in time is a StalledError, which names `what`."""
         ...
 
+    def computing(self, what: str) -> AbstractContextManager[None]:
+        """The same around a call of `run`s: what was gathered for them goes when it ends. Not beside another one."""
+        ...
+
     def gather(self, value: T) -> Sequence[T]:
         """Every rank's value, in the order of ranks."""
         ...
@@ -91,6 +95,9 @@ class OneRank:
         self._decoder = decoder
 
     def meeting(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def computing(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def gather(self, value: T) -> Sequence[T]:

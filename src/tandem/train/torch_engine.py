@@ -78,7 +78,7 @@ class TorchEngine:
             raise ColumnError(f"this engine gives {sorted(known)}, and was asked for {sorted(want)}")
         out = {name: torch.zeros(batch.num_tokens, *(top,) * name.startswith("top_")) for name in want}
         out |= {name: values.long() for name, values in out.items() if name == "top_ids"}
-        with self._ranks.meeting("forward"), torch.no_grad():
+        with self._ranks.computing("forward"), torch.no_grad():
             for at, part in self._passes(batch):
                 for name, values in self._ranks.run(outputs.given, part, want, top).items():
                     out[name][at] = values
@@ -89,7 +89,7 @@ class TorchEngine:
         main = "logprobs" if "logprobs" in outputs.gives(self.decoder) else "values"
         out = torch.zeros(batch.num_tokens)
         sums = _Sums()
-        with self._ranks.meeting("forward_backward"):
+        with self._ranks.computing("forward_backward"):
             for each in self._losses(batch, loss):
                 out[each.at] = each.output.detach()
                 each.loss.backward()
@@ -101,7 +101,7 @@ class TorchEngine:
     def evaluate(self, batch: DataProto, loss: LossRef) -> Metrics:
         """See ports.TrainEngine."""
         sums = _Sums()
-        with self._ranks.meeting("evaluate"), torch.no_grad():
+        with self._ranks.computing("evaluate"), torch.no_grad():
             for each in self._losses(batch, loss):
                 sums.add(each)
             metrics, trouble = sums.reduced(self._ranks)
