@@ -23,7 +23,7 @@ from random import Random
 from typing import Any
 
 from tests.e2e.runs import assert_same
-from tests.faults.kills import Run, UnreachedError
+from tests.faults.kills import Run, UnreachedError, of_an_engine
 from tests.faults.points import without
 from tests.faults.settings import SETTINGS, Setting
 
@@ -71,10 +71,10 @@ class Campaign:
         return f"{pair}:{random.randint(1, max(1, self.passes[pair] // random.choice((1, 4))))}"
 
     def run(self, kills: list[str], directory: Path, *, by_itself: bool) -> None:
-        """Kills a run at these points, and holds it to its account. by_itself: it goes on where a worker dies."""
+        """Kills a run at these points, and holds it to its account. by_itself: it goes on where a worker dies that is no engine."""
         self.runs += 1
         run = Run(self.setting, directory)
-        of_workers = [at for at in kills if by_itself and not at.startswith(("controller/", "reward/"))]
+        of_workers = [at for at in kills if of_an_engine(at) or (by_itself and not at.startswith(("controller/", "reward/")))]
         first = [at for at in kills if at not in of_workers]
         for number, at in enumerate(first):
             try:

@@ -61,6 +61,7 @@ SETTINGS = {
         Setting("durable", ("queue=durable", "trainer.snapshot_every=2")),
         Setting("roles", _PPO),
         Setting("ranks", (*_PPO, "runtime=process", "runtime.pools={trainer: 2}")),
+        Setting("engines", ("rollout.engines=2", "runtime=process", "runtime.pools={trainer: 1}")),
         Setting("ray", (*_PPO, "runtime=ray"), environment={"RAY_ADDRESS": "local", "RAY_TMPDIR": tempfile.gettempdir()}),
         Setting("colocate_async", ("trainer.mode=colocate_async", _TIS), exact=False, staleness=1, reward=SLOW),
         Setting(

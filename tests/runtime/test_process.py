@@ -433,3 +433,17 @@ def test_pools_that_can_be_done_without_are_no_loss_until_the_last_of_them_dies(
                 await asyncio.wait_for(lost, 5)
 
     asyncio.run(main())
+
+
+def test_a_spare_worker_that_dies_before_all_were_there_is_a_death(tmp_path: Path) -> None:
+    pools = [ResourcePool(name, 1) for name in ("spare-0", "spare-1")]
+
+    async def main() -> None:
+        runtime = Processes(place(pools, Hardware(2)), tmp_path, limit_s=20, spare=["spare-0", "spare-1"])
+        runtime.group("spare-0", "spare-0", FACTORY)
+        runtime.group("spare-1", "spare-1", "tests.runtime.workers:unborn")
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            await runtime.__aenter__()
+        assert "of pool spare-1 was killed by SIGKILL" in runtime.death
+
+    asyncio.run(main())

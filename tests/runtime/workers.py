@@ -178,3 +178,9 @@ class Worker:
     async def take(self, column: str) -> None:
         assert self._queue is not None
         await self._queue.take(Consumer("worker"), frozenset({column}), 1)
+
+
+def unborn(rank: Rank) -> Worker:
+    """The factory of a worker whose process does not live to see it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError(rank)

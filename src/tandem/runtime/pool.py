@@ -205,11 +205,12 @@ class PoolGroup(Group):
 class Runtime(ABC):
     """Pools of processes, for the length of an `async with`. Groups are declared before, and their workers built as it begins.
 
-    spare: names of pools that can be done without as long as one of them lives.
+    spare: names of pools that can be done without as long as one of them lives, once all were there.
     """
 
     def __init__(self, pools: Mapping[str, Pool[Any]], spare: Collection[str] = ()) -> None:
         self._pools, self._spare = pools, frozenset(spare)
+        self._complete = False
         self._died = asyncio.Event()
         for pool in pools.values():
             pool.died = self._look
@@ -221,7 +222,7 @@ class Runtime(ABC):
         Also after the end.
         """
         deaths = {name: pool.death for name, pool in self._pools.items()}
-        spare = [deaths.pop(name) for name in self._spare]
+        spare = [deaths.pop(name) for name in self._spare] if self._complete else []
         return next(filter(None, deaths.values()), "") or (spare[0] if spare and all(spare) else "")
 
     def _look(self) -> None:
@@ -265,6 +266,7 @@ class Runtime(ABC):
                 group, factory, arguments = self._declared.pop(0)
                 await group.build(factory, arguments)
             self._undo = undo.pop_all()
+        self._complete = True
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
