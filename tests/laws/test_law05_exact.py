@@ -7,9 +7,11 @@ batch, in two, and one by one. Equal means torch.equal, with no tolerance, where
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, get_args
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from tandem.algos.kl import KLEstimator
 from tandem.algos.terms import LossInputs
 from tandem.checkpoint.gathered import GatheredWeights
 from tandem.models import heads as output_heads
-from tandem.models import numerics, prefixes
+from tandem.models import numerics, prefixes, replay
 from tandem.models.adapters import LoraConfig
 from tandem.models.decoder import Decoder, KVCache, StretchedRope
 from tandem.models.lora import LoraLinear, add_lora
@@ -139,6 +141,12 @@ def check_long() -> None:
     pairs = list(zip(asked, run(engine(model, slots=3, max_context=700), asked), strict=True))
     assert len(pairs[0][0].tokens) + len(pairs[0][1].tokens) == 700
     assert_equal(model, pairs)
+
+
+def check_again(scene: Callable[[], None]) -> None:
+    """Where every step, from the first of its kind on, is run as it was written down."""
+    with patch.object(replay, "OFTEN", 1):
+        scene()
 
 
 def check_new_weights() -> None:
@@ -262,6 +270,22 @@ def test_on_policy_after_new_weights() -> None:
     check_new_weights()
 
 
+AGAIN: dict[str, Callable[[], None]] = {
+    "heads": lambda: check((9, 3)),
+    "threads": lambda: check(num_threads=2),
+    "many-threads": lambda: check_family("gemma", 3),
+    "adapter": check_adapter,
+    "long": check_long,
+    "new-weights": check_new_weights,
+    **{name: partial(check_family, name) for name in FAMILIES},
+}
+
+
+@pytest.mark.parametrize("scene", AGAIN.values(), ids=AGAIN)
+def test_of_steps_that_are_run_as_they_were_written_down(scene: Callable[[], None]) -> None:
+    check_again(scene)
+
+
 def test_at_the_first_step_kl_is_0_and_ratios_are_1() -> None:
     check_first_step()
 
@@ -327,6 +351,11 @@ def _one_token_too_many_in_common(rows: prefixes.Ints, sizes: prefixes.Ints) -> 
     return found
 
 
+def _one_way_for_all_sizes(*_: Any) -> tuple[int, ...]:
+    """A step that was written down for a short window is run for a longer one."""
+    return ()
+
+
 _LINEAR = numerics.linear
 _SHARED = prefixes._shared
 _LORA_LINEAR = LoraLinear.__call__
@@ -344,5 +373,6 @@ BREAKERS = [
     Breaker(5, "gate-by-size", "tandem.models.numerics:gate", _gate_by_size, lambda: check_family("gemma")),
     Breaker(5, "adapter-in-training-only", "tandem.models.lora:LoraLinear.__call__", _adapter_in_training_only, check_adapter),
     Breaker(5, "one-token-too-many-in-common", "tandem.models.prefixes:_shared", _one_token_too_many_in_common, check),
+    Breaker(5, "one-way-for-all-sizes", "tandem.models.numerics:choices", _one_way_for_all_sizes, lambda: check_again(check_long)),
     Breaker(5, "stale-cache", "tandem.rollout.native:NativeEngine.load_weights", _stale_cache, check_new_weights),
 ]

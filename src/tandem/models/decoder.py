@@ -7,7 +7,8 @@ has no output layer (heads.py turns hidden states into log-probabilities), and i
 
 Parameters are float32 and have their Hugging Face names. A layer sees all of its own rounded to the compute dtype, so that
 a sharded layer can be gathered in that dtype and be the same. Products with weights run in the compute dtype, all else
-(residual stream, norms, positions, attention) in float32. Each layer is called as a module: what hooks into modules works.
+(residual stream, norms, positions, attention) in float32. Each layer is called as a module: what hooks into modules works, but
+for decode steps, which replay.py runs without their Python once there have been many of them.
 
 Legend: B rows, T padded time, S decode rows, W window of keys, M rows of a product (B * T or S, padded as numerics says),
 D width, H heads, K key-value heads, G = H / K, d head size.
@@ -19,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -31,9 +33,10 @@ from torch import Tensor, nn
 from tandem.errors import EngineError
 from tandem.models import numerics
 from tandem.models.language_model import LanguageModel
-from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
+from tandem.models.numerics import KEYS, QUERIES, ROWS, Packed, padded
 from tandem.models.prefixes import Prefixes, causal_bias, output_places, prefixes
 from tandem.models.projections import Apart, LayerWeights, Linear
+from tandem.models.replay import Leaves, Replay
 from tandem.models.windows import window_cut
 
 
@@ -185,9 +188,9 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, cached: LayerWeights | None = None) -> Tensor:
         """[M, D] from x [M, D] and the positions' cos and sin [M, 1, d]; `cached` is what `weights` gave before."""
-        c, M, eps, dtype, w = self.config, x.shape[0], self.config.rms_eps, self.dtype, cached or self.weights()
+        c, eps, dtype, w = self.config, self.config.rms_eps, self.dtype, cached or self.weights()
         qk, v = w.qk_v(numerics.rms_norm(x, w.attention_norm, eps).to(dtype))
-        qk = qk.float().view(M, -1, c.head_dim)
+        qk = qk.float().view(-1, c.num_heads + c.num_kv_heads, c.head_dim)
         if w.qk_norm is not None:
             qk = numerics.rms_norm(qk, w.qk_norm, eps)
         if self.index not in c.unrotated:
@@ -206,19 +209,12 @@ class _Model(nn.Module):
         self.norm = _Norm(c.hidden_size, c.norm_offset)
 
 
-class Window(NamedTuple):
-    """What decode rows see: keys [n * K, d, W] and values [n * K, W, d] of each layer; bias [n * K, 1, W] hides the rest."""
+class Weights(NamedTuple):
+    """What a forward computes with beside its tokens; a layer that is None asks its own."""
 
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-    bias: Tensor
-
-
-class Places(NamedTuple):
-    """Where new keys and values of decode rows go, the same in each layer: which number [n * K, d], which vector [n * K]."""
-
-    keys: Tensor
-    values: Tensor
+    embedding: Tensor
+    layers: Sequence[LayerWeights | None]
+    norm: Tensor
 
 
 class KVCache:
@@ -239,8 +235,8 @@ class KVCache:
         self._keys, self._values = self.keys.flatten(1).unbind(), self.values.flatten(1, 3).unbind()
         columns = torch.arange(2 * self.columns)
         self._bias = torch.zeros(len(columns)).masked_fill_(columns >= self.columns, float("-inf"))  # a window of it is a row's
-        self.layers: list[LayerWeights] | None = None
-        self.output: Tensor | None = None
+        self.weights: Leaves[Weights] | None = None
+        self.output: Packed | None = None
 
     @classmethod
     def num_bytes(cls, config: DecoderConfig, slots: int, capacity: int) -> int:
@@ -255,29 +251,28 @@ class KVCache:
     def emptied(self) -> KVCache:
         """An empty cache in the same memory, for other weights; this one is not to be used any more."""
         cache = copy(self)
-        cache.layers = cache.output = None
+        cache.weights = cache.output = None
         return cache
 
-    def window(self, slots: slice, positions: npt.NDArray[np.int64]) -> Window:
-        """What rows at `positions` [n], in `slots`, see at most."""
+    def window(self, slots: slice, positions: npt.NDArray[np.int64]) -> list[Tensor]:
+        """What rows at `positions` [n], in `slots`, see at most: a bias [n * K, 1, W] that hides the rest, and of each layer keys
+        [n * K, d, W] and values [n * K, W, d].
+        """
         W, heads = padded(int(positions.max()) + 1, KEYS), self.keys.shape[2]
         begins = torch.from_numpy((self.columns - 1 - positions).repeat(heads))
         keys = self.keys[:, slots, :, :, :W].flatten(1, 2).unbind()
         values = self.values[:, slots, :, :W].flatten(1, 2).unbind()
-        return Window(keys, values, self._bias.as_strided((self.columns, W), (1, 1)).index_select(0, begins)[:, None])
+        return [self._bias.as_strided((self.columns, W), (1, 1)).index_select(0, begins)[:, None], *keys, *values]
 
-    def places(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Places:
-        """Where `write` puts what rows at `positions` [n], in `slots` [n], see from now on."""
+    def places(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> list[Tensor]:
+        """Where to write what rows at `positions` [n], in `slots` [n], see from now on: which number [n * K, d] of the keys and
+        which vector [n * K] of the values of a layer, and these of each layer.
+        """
         K, d = self.keys.shape[2:4]
         heads = (slots[:, None] * K + np.arange(K)).ravel()
         position = positions.repeat(K)
         keys = (heads[:, None] * d + np.arange(d)) * self.columns + position[:, None]
-        return Places(torch.from_numpy(keys), torch.from_numpy(heads * self.columns + position))
-
-    def write(self, layer: int, places: Places, k: Tensor, v: Tensor) -> None:
-        """Keys [n, K, d] and values [n, K * d] of a layer."""
-        self._keys[layer].put_(places.keys, k.to(self.keys.dtype))
-        self._values[layer].index_copy_(0, places.values, v.reshape(-1, self.values.shape[4]).to(self.values.dtype))
+        return [torch.from_numpy(keys), torch.from_numpy(heads * self.columns + position), *self._keys, *self._values]
 
     def fill(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor) -> None:
         """Keys and values [n, K, T, d] of a layer, at positions 0 to T - 1 of `slots` [n]."""
@@ -312,6 +307,7 @@ class Decoder(LanguageModel):
         cos, sin = angles.cos().float(), angles.sin().float()
         self.register_buffer("cos", torch.cat([cos, cos], 1), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], 1), persistent=False)
+        self._step = Replay(self._decoded)
 
     @classmethod
     def shaped(cls, config: DecoderConfig, dtype: torch.dtype) -> Decoder:
@@ -391,7 +387,8 @@ class Decoder(LanguageModel):
             ]
             return F.embedding(places, torch.cat(out)).view(M, -1)
 
-        return self._forward(F.pad(rows.tokens, (0, M - N)), F.pad(rows.positions, (0, M - N)), cache, attend)[:N]
+        weights = None if cache is None else self._cached(cache).tree
+        return self._forward(F.pad(rows.tokens, (0, M - N)), F.pad(rows.positions, (0, M - N)), weights, attend)[:N]
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
@@ -401,55 +398,69 @@ class Decoder(LanguageModel):
         cut to the longest row, or in two parts to that of each (`window_cut`). Raises EngineError for a row that is too long
         for the model or the cache.
         """
-        c, S, at = self.config, tokens.shape[0], positions.numpy()
+        S, at = tokens.shape[0], positions.numpy()
         self._check(S, int(at.max()) + 1, cache)
         slots = np.arange(S)
         if missing := padded(S, ROWS) - S:
             tokens, at = F.pad(tokens, (0, missing)), np.pad(at, (0, missing))
             positions, slots = torch.from_numpy(at), np.append(slots, np.arange(missing) + cache.slots)
-        M, K, d = len(at), c.num_kv_heads, c.head_dim
-        G = c.num_heads // K
-        places = cache.places(slots, at)
         cut, _ = window_cut(at)
-        room = torch.zeros(M, K, max(G, QUERIES), d)  # queries, and zeros for those that a product would miss
-        own = room[:, :, :G]
-        parts = [
-            (room[rows].flatten(0, 1), cache.window(rows, at[rows]))
-            for rows in ((slice(cut), slice(cut, M)) if cut else (slice(M),))
-        ]
+        parts = (slice(cut), slice(cut, len(at))) if cut else (slice(len(at)),)
+        windows = [cache.window(rows, at[rows]) for rows in parts]
+        given = [tokens, positions, *cache.places(slots, at), *chain.from_iterable(windows)]
+        sizes = [window[0].shape[2] for window in windows]
+        facts = numerics.choices(len(at), self.config.intermediate_size, sizes, self.dtype)
+        return self._step(facts, given, self._cached(cache))[:S]
+
+    def _decoded(self, given: Sequence[Tensor], weights: Weights) -> Tensor:
+        """`decode` of a number of rows that products like: given what it gives, hidden states [M, D]."""
+        c, L = self.config, self.config.num_layers
+        K, d = c.num_kv_heads, c.head_dim
+        G = c.num_heads // K
+        tokens, positions, key_places, value_places = given[:4]
+        keys, values = given[4 : 4 + L], given[4 + L : 4 + 2 * L]
+        windows = [given[at : at + 1 + 2 * L] for at in range(4 + 2 * L, len(given), 1 + 2 * L)]
+        room = torch.zeros(tokens.shape[0], K, max(G, QUERIES), d)  # queries, and zeros for those that a product would miss
+        own, asked = room[:, :, :G], room.flatten(0, 1).split_with_sizes([window[0].shape[0] for window in windows])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache.write(layer, places, k, v)
-            numerics.scaled(q.view(M, K, G, d), own)
+            keys[layer].put_(key_places, k.to(keys[layer].dtype))
+            values[layer].index_copy_(0, value_places, v.reshape(-1, d).to(values[layer].dtype))
+            numerics.scaled(q.view(-1, K, G, d), own)
             found = [
-                numerics.attended(asked, window.keys[layer].float(), window.values[layer].float(), window.bias)
-                for asked, window in parts
+                numerics.attended(queries, window[1 + layer].float(), window[1 + L + layer].float(), window[0])
+                for queries, window in zip(asked, windows, strict=True)
             ]
             out = found[0] if len(found) == 1 else torch.cat(found)
-            return out.view(M, K, -1, d)[:, :, :G].reshape(M, -1)
+            return out.view(-1, K, max(G, QUERIES), d)[:, :, :G].reshape(-1, K * G * d)
 
-        return self._forward(tokens, positions, cache, attend)[:S]
+        return self._forward(tokens, positions, weights, attend)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, cache: KVCache | None, attend: Attend) -> Tensor:
+    def _cached(self, cache: KVCache) -> Leaves[Weights]:
+        if cache.weights is None:
+            layers = [layer.weights().joined() for layer in cast("list[_Layer]", list(self.model.layers))]
+            norm = self.model.norm.rounded(torch.float32)
+            cache.weights = Leaves(Weights(self.model.embed_tokens.weight.detach(), layers, norm.detach()))
+        return cache.weights
+
+    def _forward(self, tokens: Tensor, positions: Tensor, cached: Weights | None, attend: Attend) -> Tensor:
         """All layers and the final norm, [M, D], for tokens and positions int64 [M]."""
+        layers = cast("list[_Layer]", list(self.model.layers))
+        weights = cached or Weights(self.model.embed_tokens.weight, [None] * len(layers), self.model.norm.rounded(torch.float32))
         cos, sin = (table.index_select(0, positions)[:, None] for table in (self.cos, self.sin))
-        x = F.embedding(tokens, self.model.embed_tokens.weight)
+        x = F.embedding(tokens, weights.embedding)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
-        layers = cast("list[_Layer]", list(self.model.layers))
-        weights: Sequence[LayerWeights | None] = [None] * len(layers)
-        if cache is not None:
-            weights = cache.layers = cache.layers or [layer.weights().joined() for layer in layers]
         again = self.recompute and torch.is_grad_enabled()
-        for layer, cached in zip(layers, weights, strict=True):
+        for layer, of_layer in zip(layers, weights.layers, strict=True):
             if again:
                 x = cast(
                     "Tensor",
                     torch.utils.checkpoint.checkpoint(layer, x, cos, sin, attend, use_reentrant=False, preserve_rng_state=False),
                 )
             else:
-                x = layer(x, cos, sin, attend, cached)
-        return numerics.rms_norm(x, self.model.norm.rounded(torch.float32), self.config.rms_eps).to(self.dtype)
+                x = layer(x, cos, sin, attend, of_layer)
+        return numerics.rms_norm(x, weights.norm, self.config.rms_eps).to(self.dtype)
 
     def _check(self, rows: int, length: int, cache: KVCache | None) -> None:
         if length > self.config.max_positions:

@@ -21,7 +21,7 @@ from tandem.errors import ColumnError
 from tandem.models import numerics
 from tandem.models.decoder import KVCache
 from tandem.models.language_model import LanguageModel
-from tandem.models.numerics import ROWS, padded
+from tandem.models.numerics import ROWS, Packed, padded
 from tandem.models.values import ValueModel
 
 CHUNK_LOGITS = 1 << 24  # logits held at a time where nothing is passed back
@@ -34,11 +34,11 @@ def next_logprobs(model: LanguageModel, hidden: Tensor, temperature: Tensor, cac
 
     cache: the one that `hidden` was decoded with; it keeps the output layer in the compute dtype for the next call.
     """
-    weight = None if cache is None else cache.output
-    if weight is None:
+    weight: Tensor | Packed
+    if cache is None:
         weight = model.output_weight
-        if cache is not None:
-            weight = cache.output = numerics.packed(weight)
+    else:
+        weight = cache.output = cache.output or numerics.packed(model.output_weight)
     return _logprobs(_pad_rows(hidden), weight, _divisor(temperature))[: hidden.shape[0]]
 
 
@@ -171,7 +171,7 @@ def _divisor(temperature: Tensor) -> Tensor:
     return temperature.masked_fill(temperature == 0, 1.0)[:, None]
 
 
-def _logprobs(hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
+def _logprobs(hidden: Tensor, weight: Tensor | Packed, divisor: Tensor) -> Tensor:
     return _soft(numerics.linear(hidden, weight), divisor)
 
 

@@ -9,7 +9,9 @@ by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear
 
 1. Products with weights are oneDNN's, which gives a row the same bits in any company of at least ROWS rows, for any inner
    dimension, with any weights above or below, packed or not, on any number of threads. BLAS does not: it has other kernels for
-   few rows and for few outputs, and splits long inner dimensions at places that depend on both. Where torch has no
+   few rows and for few outputs, and splits long inner dimensions at places that depend on both. But with a weight that lies turned
+   and has at most IN_ORDER inputs it gives oneDNN's bits, where its kernels are those for AVX-512, in a tenth of the time that
+   oneDNN takes to begin: `packed` tries whether it does. Where torch has no
    oneDNN for a dtype, BLAS it is, and the probe says what that is worth. A processor that does not multiply in bfloat16 does it in
    float32 and rounds the result. In bfloat16 on a processor with AMX, oneDNN sums in an order that depends on the rows where these
    are more than AMX_ROWS: there each product is made of parts of so many.
@@ -33,9 +35,9 @@ Legend: M rows (tokens, padded), N attention problems (row x key-value head), Q 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +49,7 @@ KEYS = 16
 TILE = 128
 QUERIES = 4
 HEAD = 64
+IN_ORDER = 384  # numbers that BLAS adds up one after the other where it does so at all; it adds up longer rows in parts
 PACKED = 64  # rows that packed weights are best for; for others they are hardly worse
 GRAIN = 32_768  # elements that torch leaves to one thread
 GELU_ALONE = 16_384  # elements of GELU that torch leaves to one thread: above 20,480 it shares them among all
@@ -61,24 +64,60 @@ def padded(count: int, multiple: int) -> int:
     return max(-(-count // multiple), 1) * multiple
 
 
+def choices(rows: int, width: int, windows: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """What decides which operations the functions here run without gradient: they are the same where this is equal.
+
+    rows: of products in `dtype`, and of `gate`, whose width this is; windows: of keys, to which attention gives queries.
+    """
+    threads = torch.get_num_threads()
+    parts = -(-rows // AMX_ROWS) if dtype == torch.bfloat16 else 1
+    tiles = (-(-window // TILE) for window in windows)
+    return (threads, parts, -rows * width % _steps(dtype), rows if threads > 2 else 0, *tiles)
+
+
 # ---------------------------------------------------------------------------------------------------- products
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+class Packed(NamedTuple):
+    """A copy of a weight in an order that spares a product work. turned: [in, out], for a product of BLAS."""
+
+    weight: Tensor
+    turned: bool
+
+
+def linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
     """Gives x weight^T + bias: x [M, in], weight [out, in], bias [out], all of one dtype; M a multiple of ROWS.
 
-    Differentiable; a weight from `packed` is not.
+    Differentiable, but for a weight that is packed.
     """
     assert x.shape[0] % ROWS == 0, f"{x.shape[0]} rows are no multiple of {ROWS}"
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    if torch.is_grad_enabled() and not isinstance(weight, Packed) and (x.requires_grad or weight.requires_grad):
         return cast("Tensor", _Linear.apply(x, weight, bias))
     return _linear(x, weight, bias)
 
 
-def packed(weight: Tensor) -> Tensor:
-    """A copy of a weight for `linear` alone, in an order that spares it work in every call."""
+def packed(weight: Tensor) -> Packed:
+    """For `linear`, again and again and without gradient."""
     weight = weight.detach().to(_multiplied(weight.dtype))
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED) if _onednn(weight.dtype) else weight
+    if weight.dtype == torch.float32 and _sums_in_order(weight.shape[1]):
+        return Packed(weight.t().contiguous(), True)
+    return Packed(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED) if _onednn(weight.dtype) else weight, False)
+
+
+@cache
+def _sums_in_order(inner: int) -> bool:
+    """Whether BLAS gives products in float32 with a turned weight the bits that oneDNN gives them: it is tried."""
+    if not 1 < inner <= IN_ORDER or _onednn(torch.float32) is None:
+        return False
+    seeded = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(size, generator=seeded) for size in ((66, inner), (613, inner), (613,)))
+    return all(
+        torch.equal(
+            torch.addmm(bias[:outputs], part, weight[:outputs].t().contiguous()), _linear(part, weight[:outputs], bias[:outputs])
+        )
+        for part in (x[:2], x[:6], x[:16], x)
+        for outputs in (16, 320, 613)
+    )
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -89,16 +128,21 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b if _multiplied(a.dtype) == torch.bfloat16 else _linear(a, b.t(), None)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None) -> Tensor:
     if (wide := _multiplied(x.dtype)) != x.dtype:
-        return _linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
+        weight = weight if isinstance(weight, Packed) else weight.to(wide)
+        return _linear(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)
+    if isinstance(weight, Packed):
+        if weight.turned:
+            return torch.mm(x, weight.weight) if bias is None else torch.addmm(bias, x, weight.weight)
+        weight = weight.weight
     onednn = _onednn(x.dtype)
     if onednn is None:
         return F.linear(x, weight, bias)
     if x.dtype == torch.bfloat16 and x.shape[0] > AMX_ROWS and _amx():
         parts = cast("tuple[Tensor, ...]", x.split(AMX_ROWS))
-        return torch.cat([onednn(part, weight, bias, "none", [], "") for part in parts])
-    return onednn(x, weight, bias, "none", [], "")
+        return torch.cat([onednn(part, weight, bias) for part in parts])
+    return onednn(x, weight, bias)
 
 
 @cache
@@ -119,7 +163,13 @@ def _onednn(dtype: torch.dtype) -> Callable[..., Tensor] | None:
     if not torch.backends.mkldnn.is_available():
         return None
     knows = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return torch.ops.mkldnn._linear_pointwise.default if knows else None
+    return _written.product if knows else None
+
+
+_written = torch.jit.CompilationUnit("""
+def product(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+""")  # torch's recorder takes an empty list from nobody else
 
 
 class _Linear(torch.autograd.Function):
@@ -158,7 +208,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 def scaled(q: Tensor, out: Tensor | None = None) -> Tensor:
     """Gives q / sqrt(d), for `attended`, in `out` if that is there."""
-    return torch.mul(q, _scalar(q.shape[-1] ** -0.5), out=out)
+    return torch.mul(q, _scalar(int(q.shape[-1]) ** -0.5), out=out)
 
 
 def turned(k: Tensor) -> Tensor:
@@ -226,7 +276,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _rms_scale(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension: [..., 1]."""
-    return (x * x).sum(-1, True).div_(_scalar(x.shape[-1])).add_(_scalar(eps)).rsqrt_()
+    return (x * x).sum(-1, True).div_(_scalar(int(x.shape[-1]))).add_(_scalar(eps)).rsqrt_()
 
 
 @cache
@@ -259,7 +309,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         turned = x.roll(x.shape[-1] // 2, -1)
     else:  # several times as fast, and the same numbers at the same places
-        turned = x.flatten(-2).index_select(-1, _halves_changed(*x.shape[-2:])).view(x.shape)
+        turned = x.flatten(-2).index_select(-1, _halves_changed(*map(int, x.shape[-2:]))).view(x.shape)
     return (x * cos).add_(turned.mul_(sin))
 
 
@@ -277,14 +327,19 @@ def gate(gates: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     not contiguous is gone through row by row, so that each row has to be whole steps; GELU's vector code wants contiguous rows.
     """
     act, piece = (F.silu, 2 * GRAIN) if activation == "silu" else (_gelu_tanh, GELU_ALONE)
-    steps = STEP_BYTES // gates.itemsize if torch.get_num_threads() == 1 else HALVES
+    steps = _steps(gates.dtype)
     if activation != "silu" or gates.shape[1] % steps:
         gates = gates.contiguous()
-    size, missing = gates.numel(), -gates.numel() % HALVES
+    size, missing = gates.numel(), -gates.numel() % steps
     if not missing and (torch.get_num_threads() <= 2 or size <= piece):
         return act(gates) * up
     pieces = cast("tuple[Tensor, ...]", F.pad(gates.flatten(), (0, missing)).split(piece))
     return torch.cat([act(part) for part in pieces])[:size].view_as(up) * up
+
+
+def _steps(dtype: torch.dtype) -> int:
+    """Elements that vector code goes on by, for as many threads as there are."""
+    return STEP_BYTES // dtype.itemsize if torch.get_num_threads() == 1 else HALVES
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -25,8 +25,18 @@ class Linear(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return numerics.linear(x, self.weight, self.bias)
 
-    def packed(self) -> Linear:
-        return Linear(numerics.packed(self.weight), None if self.bias is None else self.bias.detach())
+    def packed(self) -> PackedLinear:
+        return PackedLinear(numerics.packed(self.weight), None if self.bias is None else self.bias.detach())
+
+
+class PackedLinear(NamedTuple):
+    """The same for use again and again, without gradient."""
+
+    weight: numerics.Packed
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return numerics.linear(x, self.weight, self.bias)
 
 
 Product = Callable[[Tensor], Tensor]  # [M, inputs] -> [M, outputs]: a Linear, or one with an adapter
@@ -55,7 +65,7 @@ class Apart(NamedTuple):
 class Joined(NamedTuple):
     """The same as one projection; sizes: of the groups' outputs."""
 
-    product: Linear
+    product: PackedLinear
     sizes: list[int]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
