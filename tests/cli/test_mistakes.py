@@ -628,9 +628,9 @@ MISTAKES: dict[str, Mistake] = {
         "--resume", "model.new.hidden_size=48 (it had 32)", recipe=RECIPE.replace("hidden_size: 32", "hidden_size: 48")
     ),
     "a copy of what is gone": resumed("--resume algorithm.kl_coef=0.1", "reference would be a copy of the policy as the run began"),
-    "no such run to show": Mistake("show no/such", ("no/such", "config.yaml")),
+    "no such run to show": Mistake("show no/such", ("there is no run no/such", "`tandem runs`")),
     "no directory of runs": Mistake("runs no/such", ("no directory no/such",)),
-    "no run to measure": Mistake("eval no/such", ("no/such", "No such file")),
+    "no run to measure": Mistake("eval no/such", ("no recipe and no run no/such", "directory of a run")),
     "a run to measure that has not ended": Mistake("eval begun", UNENDED, made=begun),
     "a run to talk with that has not ended": Mistake("chat begun", UNENDED, made=begun),
     "an exported model below a file": Mistake(
@@ -641,7 +641,8 @@ MISTAKES: dict[str, Mistake] = {
         ("good.jsonl/out cannot be made", "Not a directory", "name another"),
         made=lambda here, finished: shutil.copytree(finished / "final", here / "model") and None,
     ),
-    "no run to export": Mistake("export no/such out", ("no/such", "config.yaml")),
+    "no run to export": Mistake("export no/such out", ("there is no run no/such", "`tandem runs`")),
+    "a directory to export that is none of a run": Mistake("export . out", ("not the directory of a run", "config.yaml")),
 }
 
 

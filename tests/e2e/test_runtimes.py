@@ -177,7 +177,7 @@ def test_export_needs_a_run_and_room(
 ) -> None:
     (tmp_path / "file").write_text("mine")
     for run, to, complaint in (
-        (tmp_path / "nothing", tmp_path / "to", "is not the directory of a run"),
+        (tmp_path / "nothing", tmp_path / "to", "there is no run"),
         (sharded[0], tmp_path, "not an empty directory"),
         (sharded[0], tmp_path / "file", "not an empty directory"),
     ):

@@ -160,8 +160,12 @@ def evaluate(recipe: Path, overrides: tuple[str, ...], model: Path | None) -> No
       tandem eval runs/quickstart
       tandem eval recipes/quickstart.yaml --model runs/quickstart/final
     """
+    if not recipe.exists():
+        raise ConfigError(f"there is no recipe and no run {recipe}: give a recipe's file, or the directory of a run")
     if recipe.is_dir():
-        run, recipe = recipe, _config_of(recipe)
+        from tandem.track.runs import config_of
+
+        run, recipe = recipe, config_of(recipe)
         model = model or _final_of(run)
     resolved = load(recipe, overrides)
     from tandem import launch
@@ -188,7 +192,9 @@ def export(run: Path, directory: Path, step: int | None, best: bool, role: str) 
     """
     if step is not None and best:
         raise ConfigError("--step and --best name two snapshots: give one of them")
-    resolved = load(_config_of(run), ())
+    from tandem.track.runs import config_of
+
+    resolved = load(config_of(run), ())
     from dataclasses import replace
 
     from tandem.assemble.export import export as write
@@ -378,9 +384,3 @@ def _final_of(run: Path) -> Path:
             f"`tandem export {run} DIRECTORY`"
         )
     return run / "final"
-
-
-def _config_of(run: Path) -> Path:
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is not the directory of a run: it has no config.yaml")
-    return run / "config.yaml"

@@ -97,10 +97,20 @@ class RunRecord:
         return value
 
 
+def config_of(directory: Path) -> Path:
+    """Of a run, every value of its recipe. Raises ConfigError for a directory that is none of a run."""
+    if not directory.is_dir():
+        raise ConfigError(
+            f"there is no run {directory}: give the directory of one, such as runs/quickstart; `tandem runs` lists them"
+        )
+    if not (config := directory / "config.yaml").is_file():
+        raise ConfigError(f"{directory} is not the directory of a run: it has no config.yaml")
+    return config
+
+
 def read_run(directory: Path) -> RunRecord:
     """Raises ConfigError for a directory that is none of a run, SnapshotError for a damaged file."""
-    if not (directory / "config.yaml").is_file():
-        raise ConfigError(f"{directory} is not the directory of a run: it has no config.yaml")
+    config = config_of(directory)
     metrics, summary = directory / "metrics.jsonl", read_summary(directory / "summary.json")
     error = failure.read_text(encoding="utf-8") if (failure := directory / FAILURE).is_file() else ""
     ended: State = "failed" if error else "finished" if summary is not None else "stopped"
@@ -108,7 +118,7 @@ def read_run(directory: Path) -> RunRecord:
     lines = tuple(records(metrics)) if metrics.is_file() else ()
     if other := next((number for number, line in enumerate(lines, start=1) if type(line.get("step")) is not int), None):
         raise SnapshotError(f"{metrics}, line {other} has no step, as a line of a run has: is it of something else?")
-    return RunRecord(directory, read(directory / "config.yaml"), lines, summary, state, error.strip())
+    return RunRecord(directory, read(config), lines, summary, state, error.strip())
 
 
 def find_runs(place: Path) -> list[Path]:
