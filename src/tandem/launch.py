@@ -106,7 +106,7 @@ def measure(resolved: Resolved[Recipe], model: Path | None) -> None:
         recipe = merged(recipe, algorithm(recipe), model)
     check_recipe(recipe)
     check_files(recipe.data.heldout)
-    recipe = replace(recipe, rollout=replace(recipe.rollout, engines=1))  # all is in this process
+    recipe = replace(recipe, rollout=replace(recipe.rollout, engines=1, lend=False))  # all is in this process
     complete(_measure(recipe, console), console)
 
 
@@ -253,7 +253,7 @@ class _PhaseRun:
                 for episode in first.result.episodes[:3] if first.result is not None else ():
                     self.console.print(shown(SampleRecord.of(episode), self.recipe.evaluation.solved), soft_wrap=True)
             async with UnderWay(self.store, self.recipe.placement.limit_s, self._warn) as self.snapshots:
-                await loop.train(phase.source, phase.plan, phase.learner, phase.checkpoint, self.trackers, self, steps=phase.steps)
+                await loop.train(phase.batches, phase.plan, phase.learner, phase.checkpoint, self.trackers, self, steps=phase.steps)
             if self._measures and self.last is None:  # resumed after the last step, whose metrics are logged
                 self.last = await self._measured()
 

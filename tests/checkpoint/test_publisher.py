@@ -12,13 +12,23 @@ import torch
 
 from tandem.checkpoint.disk import Disk
 from tandem.checkpoint.fake import FakeWeightWorker
-from tandem.checkpoint.publisher import CheckpointConfig, _Costs  # pyright: ignore[reportPrivateUsage]
+from tandem.checkpoint.publisher import CheckpointConfig, Publisher, _Costs  # pyright: ignore[reportPrivateUsage]
 from tandem.errors import EngineError, WorkerError
 from tandem.ports import Held, WeightSource
 from tandem.runtime.inline import InlineGroup
 from tandem.types import PolicyRef
 from tandem.weights import WeightBlock
-from tests.contracts.test_checkpoint_engine import TRANSPORTS, HalfWorker, Rollout, Weights, publisher, some_weights, update, zeros
+from tests.contracts.test_checkpoint_engine import (
+    PROBE,
+    TRANSPORTS,
+    HalfWorker,
+    Rollout,
+    Weights,
+    publisher,
+    some_weights,
+    update,
+    zeros,
+)
 
 
 class Moody(Rollout):
@@ -185,5 +195,44 @@ def test_an_engine_that_is_gone_is_not_waited_for_where_all_meet(tmp_path: Path)
                 assert engine.admitted == (good,)
                 assert all(good.weights[weight].equal(trainer.held[weight]) for weight in trainer.held)
                 update(trainer)
+
+    asyncio.run(scenario())
+
+
+def lent_beside(path: Path, name: str, *, wrong: bool) -> tuple[list[bool], list[str]]:
+    """Whether an engine beside the trainer is admitted after each publish, and all that it was asked."""
+
+    async def scenario() -> tuple[list[bool], list[str]]:
+        trainer = FakeWeightWorker(some_weights(), copies=True)
+        own, found = Rollout(zeros(trainer)), list[bool]()
+        lent = Watched({"other": torch.ones(3)} if wrong else trainer.held, wrong=False)
+        config = CheckpointConfig(limit_s=30)
+        async with aclosing(Publisher([TRANSPORTS[name](path)], config, PROBE, beside=[lent])) as engine:
+            await engine.connect(InlineGroup([trainer]), [own, lent])
+            for version in range(1, 4):
+                metrics = await engine.publish(PolicyRef(version=version))
+                assert own in engine.admitted
+                assert metrics["publish/sent_frac"].value == 1
+                found.append(lent in engine.admitted)
+                update(trainer)
+        return found, lent.asked
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_to_an_engine_beside_the_trainer_nothing_is_sent_and_it_is_not_told_to_go_on(name: str, tmp_path: Path) -> None:
+    assert lent_beside(tmp_path, name, wrong=False) == ([True] * 3, ["load", "held", "load", "load"])
+    assert lent_beside(tmp_path, name, wrong=True) == ([False] * 3, ["load", "held"] * 3)
+
+
+def test_engines_beside_the_trainer_are_not_enough(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = FakeWeightWorker(some_weights(), copies=True)
+        own, lent = Moody(zeros(trainer), [1, 2]), Rollout(trainer.held)
+        async with aclosing(Publisher([TRANSPORTS["disk"](tmp_path)], CheckpointConfig(), PROBE, beside=[lent])) as engine:
+            await engine.connect(InlineGroup([trainer]), [own, lent])
+            with pytest.raises(EngineError, match=r"no rollout engine holds policy@0\.1: engine 0: .*cannot be reached"):
+                await engine.publish(PolicyRef(version=1))
 
     asyncio.run(scenario())

@@ -69,12 +69,31 @@ def test_a_mode_overlaps_within_its_staleness(mode: str, staleness: int, tmp_pat
     assert sum(line.get("staleness/rows_of_age_1", 0) for line in lines) > 0, "something was sampled ahead"
 
 
+def test_trainers_are_lent_while_they_wait_and_what_they_sample_is_trained_on(tmp_path: Path) -> None:
+    """By a rule, so that how often depends on timing; all else is as without."""
+    log = tmp_path / "log"
+    assert forked(command(tmp_path, "separate_async", "rollout.lend=true", "checkpoint=collective"), log) == 0, log.read_text()
+    check(tmp_path / "run", 1)
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
+    assert lines[0]["lend/decided"] == 0
+    assert lines[1]["lend/decided"] == 1
+    assert lines[1]["lend/predicted_s"] == pytest.approx(lines[0]["lend/waited_s"])
+    assert all(line["publish/left_out"] == 0 for line in lines)
+    for line in lines:
+        assert ("lend/cost_s" in line) == line["lend/decided"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["trainer.mode=separate_async", "runtime=inline"], "say runtime=process instead of inline"),
         (["trainer.mode=colocate_async", "trainer.staleness=0"], "for 0 use trainer.mode=sync"),
         (["trainer.staleness=1"], "contradicts trainer.mode=sync"),
+        (["rollout.lend=true"], "only in separate_async do trainers wait while engines sample"),
+        (
+            ["trainer.mode=separate_async", "rollout.lend=true", "runtime.pools={trainer: 2}"],
+            "Give it one, runtime.pools={trainer: 1}",
+        ),
         (["trainer.mode=colocate_async", "trainer.window=1"], "say what becomes of them"),
         (["trainer.mode=colocate_async", "trainer.window=1", "trainer.too_old=correct"], "grpo does not correct for it"),
         (["trainer.mode=colocate_async", "rollout.spare_groups=1"], "spare_groups=1 is of trainer.mode=sync"),

@@ -11,23 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tandem.checkpoint.publisher import CheckpointConfig, Publisher
 from tandem.checkpoint.shared_memory import SharedMemory
 from tandem.device import Hardware
 from tandem.errors import EngineError
-from tandem.ports import RolloutEngine, WeightSource
+from tandem.ports import Collect, Dispatch, RolloutEngine, WeightSource, register
 from tandem.queue.memory import MemoryQueue
 from tandem.rollout.native import NativeConfig, NativeEngine
-from tandem.rollout.remote import RemoteEngine
+from tandem.rollout.remote import EngineWorker, RemoteEngine
 from tandem.rollout.router import Router
 from tandem.runtime.inline import InlineGroup
-from tandem.runtime.placement import ResourcePool, place
+from tandem.runtime.placement import Beside, Rank, ResourcePool, place
 from tandem.runtime.process import Processes
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.trainer.workers import ModelWorker
 from tandem.types import Chunk, GenerateRequest, PolicyRef
+from tests.rollout.served import SharedWeights
 from tests.rollout.tiny import Answer, answer, answers, decoder, engine, request, text
 
 CONFIG: dict[str, Any] = {"slots": 4, "max_context": 128, "chunk_tokens": 4}
@@ -178,6 +180,42 @@ def test_a_request_that_waits_for_an_engine_can_end(how: str) -> None:
     asyncio.run(asyncio.wait_for(scene(), 30))
 
 
+def test_an_engine_that_is_lent_takes_its_share_and_gives_it_back() -> None:
+    """Groups that have not begun move first, whole; nothing is sampled there before and after; samples are the undisturbed ones."""
+    own, lent = Noted(), Noted()
+    router, admission = Router(**LIMITS), Admitting(own, lent)
+    router.serve([own], admission, [lent])
+    requests = asked(8, 4, max_tokens=60)
+    undisturbed = facts(alone(requests))
+
+    async def scene() -> None:
+        assert router.num_own == 1
+        await lent.pause()
+        got = [Answer([], [], []) for _ in requests]
+        running = [asyncio.create_task(answer(router, one, into)) for one, into in zip(requests, got, strict=True)]
+        await until(lambda: any(one.tokens for one in got))
+        assert not lent.asked
+        await router.lend()
+        await until(lambda: len(lent.asked) == 16)
+        assert {one.key.ordinal for one in lent.asked} == {1, 2, 3, 4}, "those that run stay, as long as others wait"
+        await until(lambda: sum(len(one.tokens) for one in got[4:]) > 20)
+        await router.take_back()
+        steps = lent.metrics()["steps"].value
+        await asyncio.gather(*running)
+        assert lent.metrics()["steps"].value == 0
+        assert steps > 0
+        assert facts(got) == undisturbed
+        sampled, again = router.account()
+        assert 20 < sampled < 16 * 60
+        continued = [one for one in own.asked if one.sampled]
+        assert again == sum(len(one.tokens) for one in continued)
+        assert 0 < len(continued) <= 4, "those that had not begun cost nothing"
+        await router.take_back()
+        assert router.account() == (0, 0)
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
 # --------------------------------------------------------------------------------------------------- in processes
 
 
@@ -268,3 +306,42 @@ def test_an_engine_that_took_no_weights_gets_no_requests_until_it_takes_some() -
         assert deaf.metrics()["steps"].value > 0
 
     asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+class Trained:
+    """As a policy's worker has its model, in a process: the worker beside it is given this one."""
+
+    def __init__(self, rank: Rank) -> None:
+        del rank
+        self.model = decoder()
+
+    @register(Dispatch.BROADCAST, Collect.FIRST)
+    async def train(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter[::2] += 0.01
+
+
+def beside(rank: Rank, trained: Trained) -> EngineWorker:
+    del rank
+    return EngineWorker(engine(trained.model, **CONFIG))
+
+
+def test_an_engine_beside_a_trainer_samples_with_the_weights_that_are_trained(tmp_path: Path) -> None:
+    """Nothing is sent; what older weights computed is dropped when it is told of new ones."""
+    trained = Trained(Rank(0, 1))
+    runtime = Processes(place([ResourcePool("trainer", 1)], Hardware(1)), tmp_path, limit_s=20)
+    policy = runtime.group("policy", "trainer", "tests.rollout.test_router:Trained")
+    lent = RemoteEngine(runtime.group("lent", "trainer", "tests.rollout.test_router:beside", Beside("policy")), **LIMITS)
+
+    async def scene() -> None:
+        async with runtime:
+            for version in range(1, 3):
+                await policy.call(Trained.train)
+                await trained.train()
+                await lent.load_weights(SharedWeights(), PolicyRef(version=version))
+                here = NativeEngine(trained.model, text, NativeConfig(**CONFIG), exact=True, policy=lent.policy)
+                assert await answers(lent, asked(2, 2)) == await answers(here, asked(2, 2))
+            await lent.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))

@@ -19,11 +19,12 @@ from tandem.checkpoint.gathered import gather
 from tandem.errors import ConfigError, PlanError
 from tandem.models.decoder import Decoder
 from tandem.models.values import ValueModel, value_model_on
-from tandem.ports import CheckpointEngine, RolloutEngine, WorkerGroup
+from tandem.ports import CheckpointEngine, RolloutEngine, Source, WorkerGroup
 from tandem.queue.durable import DurableQueue
 from tandem.queue.memory import MemoryQueue
 from tandem.recipe import DatasetSection, Recipe
 from tandem.rewards.model import ModelReward
+from tandem.rollout.router import Router
 from tandem.rollout.weights import load
 from tandem.track.samples import SampleRecord
 from tandem.train.config import TrainConfig
@@ -33,6 +34,7 @@ from tandem.trainer.dataset import Comparisons, DatasetSource, Demonstrations
 from tandem.trainer.heldout import HeldOutLoss
 from tandem.trainer.kl_control import KLControls
 from tandem.trainer.learner import LearnerConfig, MinibatchLearner
+from tandem.trainer.lending import LendingSource
 from tandem.trainer.plan import NOTHING, BatchStage, Plan, plan
 from tandem.trainer.sampler import seed_of
 from tandem.trainer.schedule import Schedule
@@ -65,9 +67,15 @@ class Phase:
     workers: Workers
     checkpoint: CheckpointEngine
     engines: tuple[RolloutEngine, ...]
+    lender: Router | None = None
     heldout: HeldOutLoss | None = None
     ahead: Plan = NOTHING
     notes: tuple[str, ...] = ()
+
+    @property
+    def batches(self) -> Source:
+        """What the loop takes from the source; trainers may be lent while it waits."""
+        return self.source if self.lender is None else LendingSource(self.source, self.lender)
 
     @property
     def copies_policy(self) -> bool:
@@ -275,6 +283,7 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
         workers=workers,
         checkpoint=checkpoint,
         engines=engines,
+        lender=rollout.engine if isinstance(rollout.engine, Router) and recipe.rollout.lend else None,
         notes=notes(dataset),
     )
 
@@ -406,7 +415,6 @@ def _dataset_phase(
     _check_room(recipe, tasks_per_step, "warmup.rows_per_step" if name == "warmup" else "rollout.groups_per_step and group_size")
     queue = MemoryQueue(recipe.queue, join=joining(recipe.placement))
     workers = Workers(recipe.placement, queue, directory / "logs", num_alone(recipe) if engine is not None else 0, turns=True)
-    engines, checkpoint = publish_to(recipe, model, engine, workers, directory / "logs")
     dataset = build_dataset(data, "train", seed_of(recipe.seed, "demonstrations"), model.renderer, form)
     source = DatasetSource(
         dataset=dataset,
@@ -418,6 +426,7 @@ def _dataset_phase(
         shuffled=data.shuffled,
     )
     policy = workers.group(model.decoder, Job("policy", config.over(_updates(steps, learner)), chosen))
+    engines, checkpoint = publish_to(recipe, model, engine, workers, directory / "logs")
     roles = build_roles(recipe, model, chosen, workers, _updates(steps, learner))
     workers.check()
     known = (*base_stages(recipe, chosen, policy), *roles.stages)
@@ -460,7 +469,7 @@ def memory(recipe: Recipe, phase: Phase) -> dict[str, int]:
         "gradients": trained,
         "AdamW moments": 2 * trained,
         **{role.name: size * (1 if role.objective is None else 4) for role, size in beside},  # with gradients and moments
-        **({"weights of rollout engines": len(phase.engines) * weights} if len(phase.engines) > 1 else {}),
+        **({"weights of rollout engines": alone * weights} if (alone := num_alone(recipe)) and phase.engines else {}),
         "rollout KV cache": cache_bytes(recipe, decoder) if isinstance(decoder, Decoder) and phase.engines else 0,
     }
 

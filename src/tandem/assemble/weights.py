@@ -17,14 +17,17 @@ from tandem.checkpoint.publisher import CheckpointConfig, Publisher
 from tandem.checkpoint.shared_memory import SharedMemory
 from tandem.checkpoint.transport import Transport
 from tandem.errors import ConfigError
+from tandem.ports import RolloutEngine
 from tandem.recipe import Recipe
 from tandem.types import Metrics
 
 _PROBE = (2, 16)  # rows of so many tokens
 
 
-def build_checkpoint(recipe: Recipe, model: Model, logs: Path, told: Callable[[], Metrics] = Metrics) -> Publisher:
-    """logs: a directory of the phase, beside which weights that go through files are. told: see Publisher.
+def build_checkpoint(
+    recipe: Recipe, model: Model, logs: Path, told: Callable[[], Metrics] = Metrics, beside: Sequence[RolloutEngine] = ()
+) -> Publisher:
+    """logs: a directory of the phase, beside which weights that go through files are. told, beside: see Publisher.
 
     Raises ConfigError for what does not fit.
     """
@@ -41,7 +44,7 @@ def build_checkpoint(recipe: Recipe, model: Model, logs: Path, told: Callable[[]
             f"checkpoint.name=in_place with runtime={recipe.placement.name}: the trainer's weights are in other processes; choose "
             "shared_memory, collective or disk, or leave it to auto"
         )
-    return Publisher(_transports(recipe, config, logs), config, _probe(model), told)
+    return Publisher(_transports(recipe, config, logs), config, _probe(model), told, beside)
 
 
 def _transports(recipe: Recipe, config: CheckpointConfig, logs: Path) -> Sequence[Transport]:

@@ -23,7 +23,7 @@ from tandem.models.language_model import LanguageModel
 from tandem.ports import Runtime, TrainEngine, TransferQueue, WorkerGroup
 from tandem.registry import resolve
 from tandem.runtime.inline import Inline
-from tandem.runtime.placement import Rank, ResourcePool, SettledRuntime, place, seated, table
+from tandem.runtime.placement import Beside, Rank, ResourcePool, SettledRuntime, place, seated, table
 from tandem.runtime.pool import Runtime as Pools
 from tandem.runtime.process import Processes
 from tandem.runtime.queue_service import QueueServer, shared
@@ -167,6 +167,10 @@ class Workers:
         """The worker that has the `number`th pool of its own, so that its death ends no other."""
         self._places[_alone(number)] = _alone(number)
         return self._runtime.group(_alone(number), _alone(number), factory, *arguments)
+
+    def beside(self, role: str, name: str, factory: str, *arguments: object) -> WorkerGroup:
+        """A further worker, called `name`, in the processes of a role that has been declared, whose worker its factory is given."""
+        return self._runtime.group(name, self._places[role], factory, Beside(role), *arguments)
 
     def check(self) -> None:
         """After the last group. Raises ConfigError for a pool that no role is in."""

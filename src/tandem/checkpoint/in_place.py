@@ -15,13 +15,13 @@ from tandem.weights import OpenedWeights, WeightBlock, WeightPiece, WeightShard,
 
 
 @dataclass(frozen=True, slots=True)
-class _NothingToMove:
+class NothingToMove:
     """Implements ports.WeightSource and transport.Reader."""
 
     blocks: tuple[WeightBlock, ...]
     shared: bool = True
 
-    def source(self, number: int) -> _NothingToMove:
+    def source(self, number: int) -> NothingToMove:
         del number
         return self
 
@@ -56,7 +56,7 @@ class InPlace:
         self._count = readers
         return InPlaceSender
 
-    def readers(self, opened: Sequence[OpenedWeights]) -> Sequence[_NothingToMove]:
+    def readers(self, opened: Sequence[OpenedWeights]) -> Sequence[NothingToMove]:
         """Raises EngineError where the trainer cuts its weights."""
         if len(opened) != 1:
             raise EngineError(f"{len(opened)} ranks hold the weights; publishing in place needs one, in this process")
@@ -66,6 +66,6 @@ class InPlace:
                     f"weight {block.name} is cut: a block {block.size} of {block.shape}; "
                     "publishing in place needs whole weights in one process"
                 )
-        return [_NothingToMove(opened[0].blocks)] * self._count
+        return [NothingToMove(opened[0].blocks)] * self._count
 
     def close(self) -> None: ...

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tandem.checkpoint.in_place import NothingToMove
 from tandem.checkpoint.transport import Reader, Transport
 from tandem.data_proto import DataProto
 from tandem.errors import EngineError, TandemError
@@ -67,12 +68,16 @@ class CheckpointConfig:
 
 @dataclass(eq=False)
 class _Target:
-    """A rollout engine. failures: since it was admitted last; again: the publish at which it is offered weights again."""
+    """A rollout engine. reads: it is a trainer's, and reads the weights where they are. agreed: it has
+    shown what it holds. failures: since it was admitted last; again: the publish at which it is offered weights again.
+    """
 
     number: int
     engine: RolloutEngine
+    reads: bool = False
     reader: Reader | None = None
     admitted: bool = False
+    agreed: bool = False
     failures: int = 0
     again: int = 0
     why: str = ""
@@ -105,6 +110,8 @@ class Publisher:
 
     transports: to be tried in this order, the first that reaches everybody is used. probe: rows of tokens, of two at least, of
     which both ends tell the logprobs. told: called when a publish has decided who is admitted; its metrics are the publish's too.
+    beside: engines in the process of the trainer's only rank, on its own model, which stand still during a publish: to them nothing
+    is sent, and what they predict is compared once.
     """
 
     def __init__(
@@ -113,8 +120,9 @@ class Publisher:
         config: CheckpointConfig,
         probe: Sequence[Sequence[int]],
         told: Callable[[], Metrics] = Metrics,
+        beside: Sequence[RolloutEngine] = (),
     ) -> None:
-        self._transports, self._config, self._told = tuple(transports), config, told
+        self._transports, self._config, self._told, self._beside = tuple(transports), config, told, tuple(beside)
         self._probe = tuple(map(tuple, probe))
         self._rows = _rows(self._probe)
         self._costs = _Costs(config.encoding, config.full_every)
@@ -137,7 +145,7 @@ class Publisher:
     async def connect(self, train: WorkerGroup, rollouts: Sequence[RolloutEngine]) -> None:
         """Raises EngineError where no transport reaches everybody, or the encoding does not fit the ranks."""
         self._train = train
-        self._targets = [_Target(number, engine) for number, engine in enumerate(rollouts)]
+        self._targets = [_Target(number, engine, engine in self._beside) for number, engine in enumerate(rollouts)]
         for transport in self._transports:
             self._transport = transport
             try:
@@ -165,9 +173,9 @@ class Publisher:
         turn = self._number % self._config.full_every
         delta = self._costs.delta(turn) if self._transport.far or self._config.encoding != "auto" else False
         sent = await self._hand_out(policy, delta=delta, whole=not delta or turn == 0)
-        if self._targets and not self.admitted and delta:
+        if self._none_left and delta:
             sent = await self._hand_out(policy, delta=delta, whole=True)
-        if self._targets and not self.admitted:
+        if self._none_left:
             raise EngineError(
                 f"no rollout engine holds {policy}: " + "; ".join(f"engine {each.number}: {each.why}" for each in self._targets)
             )
@@ -196,18 +204,25 @@ class Publisher:
     async def _open(self, targets: Sequence[_Target]) -> None:
         """Senders in all ranks, for these readers."""
         assert self._train is not None
-        outlet = self._transport.outlet(len(targets))
+        sent = [target for target in targets if not target.reads]
+        outlet = self._transport.outlet(len(sent))
         opened = await self._train.call_each(WeightWorker.open_weights, outlet)
         self._opened = [each for each in opened if each is not None]
         for target in self._targets:
-            target.reader = None
-        for target, reader in zip(targets, self._transport.readers(self._opened), strict=True):
+            target.reader = NothingToMove(self._opened[0].blocks) if target.reads else None
+        for target, reader in zip(sent, self._transport.readers(self._opened), strict=True):
             target.reader = reader
+
+    @property
+    def _none_left(self) -> bool:
+        """Whether no engine that is there all the time is admitted."""
+        own = [each for each in self._targets if not each.reads]
+        return bool(own) and not any(each.admitted for each in own)
 
     async def _hand_out(self, policy: PolicyRef, *, delta: bool, whole: bool) -> list[SentWeights]:
         """To the engines that are admitted, and of a whole publish to others whose turn has come. What the ranks sent."""
         self._number += 1
-        due = [each for each in self._targets if each.admitted or (whole and each.again <= self._number)]
+        due = [each for each in self._targets if not each.reads and (each.admitted or (whole and each.again <= self._number))]
         for each in self._targets:
             each.admitted = False
         if not self._transport.meets:
@@ -221,6 +236,9 @@ class Publisher:
             for each in due:
                 if not each.admitted:  # alone, so that it holds up no other
                     sent = await self._meet([each], policy, delta=delta, whole=True) or sent
+        for each in self._targets:
+            if each.reads and await self._load(each, policy):
+                await self._agree(each, (), [] if each.agreed else await self._logprobs())
         for each in due:
             each.failures = 0 if each.admitted else each.failures + 1
             each.again = self._number + 2**each.failures - 1
@@ -231,7 +249,7 @@ class Publisher:
         due = [each for each, fine in zip(due, await asyncio.gather(*map(self._halt, due)), strict=True) if fine]
         if not due:
             return []
-        if [each for each in self._targets if each.reader is not None] != due:
+        if [each for each in self._targets if each.reader is not None and not each.reads] != due:
             await self._open(due)
         sending = asyncio.create_task(self._send(delta, whole), name="send weights")
         loaded = await asyncio.gather(*(self._load(each, policy) for each in due))
@@ -304,13 +322,12 @@ class Publisher:
 
     async def _agree(self, target: _Target, sent: Sequence[SentWeights], ours: Sequence[NDArray[np.float32]]) -> None:
         """Admits the engine if it holds what was sent, and predicts what the trainer does."""
-        if not self._checks:
+        if not self._checks or (target.reads and target.agreed):
             target.admitted = True
             return
+        blocks = [] if target.reads else [each.blocks for each in self._opened]
         try:
-            held = await asyncio.wait_for(
-                target.engine.held([each.blocks for each in self._opened], self._probe), self._config.limit_s
-            )
+            held = await asyncio.wait_for(target.engine.held(blocks, self._probe), self._config.limit_s)
         except _FAILURES as error:
             target.why = _said(error)
             return
@@ -325,7 +342,8 @@ class Publisher:
                 f"{held.tolerance:g}: does it keep something that older weights computed?"
             )
             return
-        target.admitted = await self._heard(target, target.engine.resume())
+        target.agreed = True
+        target.admitted = target.reads or await self._heard(target, target.engine.resume())
 
 
 def _said(error: BaseException) -> str:

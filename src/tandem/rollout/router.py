@@ -39,9 +39,11 @@ class Admission(Protocol):
 
 @dataclass(eq=False)
 class _Member:
-    """An engine and the requests that are there. lost: why it cannot be reached."""
+    """An engine and the requests that are there. lent: it is there for a while only; open: now. lost: why it cannot be reached."""
 
     engine: RolloutEngine
+    lent: bool = False
+    open: bool = True
     live: dict[_Stream, None] = field(default_factory=dict["_Stream", None])
     lost: str = ""
 
@@ -83,13 +85,43 @@ class Router:
         self._changed = asyncio.Event()
         self._waiting: dict[_Stream, None] = {}
         self._aborting: set[asyncio.Task[object]] = set()
-        self._num_moved = 0
+        self._num_moved = self._sampled = self._again = 0
         self._closed = False
 
-    def serve(self, engines: Sequence[RolloutEngine], admission: Admission) -> None:
-        """These engines, of which only those are sampled from that are admitted."""
-        self._members = [_Member(engine) for engine in engines]
+    def serve(self, engines: Sequence[RolloutEngine], admission: Admission, lent: Sequence[RolloutEngine] = ()) -> None:
+        """These engines, of which only those are sampled from that are admitted. lent: others, which come with `lend`."""
+        self._members = [*map(_Member, engines), *(_Member(engine, lent=True, open=False) for engine in lent)]
         self._admission = admission
+
+    @property
+    def num_own(self) -> int:
+        """Engines that are there all the time."""
+        return sum(not member.lent for member in self._members)
+
+    async def lend(self) -> None:
+        """Engines that are lent come: groups move to them until each has its share, first those that have fewest tokens."""
+        for member in self._members:
+            if member.lent:
+                member.open = True
+                await self._ask(member, lambda engine: engine.resume())
+        self._balance()
+        self._tell()
+
+    async def take_back(self) -> None:
+        """Engines that are lent stand still when this returns; their requests go on elsewhere."""
+        for member in self._members:
+            if member.lent and member.open:
+                member.open = False
+                keys = self._moving(list(member.live))
+                await self._ask(member, lambda engine, keys=keys: engine.abort(keys))
+                await self._ask(member, lambda engine: engine.pause())  # and what it said has arrived
+
+    def account(self) -> tuple[int, int]:
+        """Since the last time: tokens that engines that are lent have sampled, and tokens, of prompts and partial answers, that
+        another engine had to compute again since a request moved.
+        """
+        found, self._sampled, self._again = (self._sampled, self._again), 0, 0
+        return found
 
     def look(self) -> Metrics:
         """Who is admitted may have changed: requests leave an engine that is not, and those that waited may begin.
@@ -101,7 +133,7 @@ class Router:
             if member in admitted:
                 member.lost = ""
             elif admitted and member.live:
-                self._clear(member)
+                self._clear(member, list(member.live))
         self._tell()
         moved, self._num_moved = self._num_moved, 0
         return Metrics.sum({"rollout/moved_requests": moved})
@@ -160,14 +192,18 @@ class Router:
 
     async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self._check_open(request)
-        stream, moved = _Stream(request), False
+        stream, moved, begun = _Stream(request), False, False
         while (member := await self._choose(stream)) is not None:
+            rest = stream.rest()
             self._num_moved += moved
-            member.live[stream], moved = None, True
+            self._again += begun * len(rest.tokens)
+            member.live[stream], moved, begun = None, True, False
             try:
-                async with aclosing(member.engine.generate(stream.rest())) as chunks:
+                async with aclosing(member.engine.generate(rest)) as chunks:
                     async for chunk in chunks:
                         stream.tokens += chunk.tokens
+                        self._sampled += member.lent * len(chunk.tokens)
+                        begun = begun or bool(chunk.tokens)
                         if chunk.stop == "abort" and stream.moves and not stream.aborted:
                             if chunk.tokens:
                                 yield replace(chunk, stop=None)
@@ -214,18 +250,42 @@ class Router:
         if self._homes.get(group) is member and all(stream.request.key.group != group for stream in member.live):
             del self._homes[group]
 
-    def _clear(self, member: _Member) -> None:
-        """Its requests are to go on elsewhere."""
-        for stream in member.live:
-            stream.moves = True
-        keys = [stream.request.key for stream in member.live]
+    def _balance(self) -> None:
+        """Groups move to engines that are lent until each has its share."""
+        there = [member for member in self._admitted() if not member.lost]
+        share = sum(len(member.live) for member in there) // max(1, len(there))
+        for to in (member for member in there if member.lent):
+            room = share - len(to.live)
+            for member in there:
+                groups: dict[GroupKey, list[_Stream]] = {}
+                for stream in member.live:
+                    groups.setdefault(stream.request.key.group, []).append(stream)
+                spare, moving = len(member.live) - share, list[_Stream]()
+                for group, streams in sorted(groups.items(), key=lambda each: sum(len(stream.tokens) for stream in each[1])):
+                    if len(streams) <= min(room, spare):
+                        self._homes[group] = to
+                        moving += streams
+                        room, spare = room - len(streams), spare - len(streams)
+                self._clear(member, moving)
+
+    def _clear(self, member: _Member, streams: Sequence[_Stream]) -> None:
+        """These requests are to go on elsewhere."""
+        if not streams:
+            return
+        keys = self._moving(streams)
         aborting = asyncio.ensure_future(self._ask(member, lambda engine: engine.abort(keys)))
         self._aborting.add(aborting)
         aborting.add_done_callback(self._aborting.discard)
 
+    def _moving(self, streams: Sequence[_Stream]) -> list[Key]:
+        """These are to go on elsewhere when they are aborted."""
+        for stream in streams:
+            stream.moves = True
+        return [stream.request.key for stream in streams]
+
     def _admitted(self) -> list[_Member]:
         allowed = self._admission.admitted if self._admission is not None else ()
-        return [member for member in self._members if any(member.engine is engine for engine in allowed)]
+        return [member for member in self._members if member.open and any(member.engine is engine for engine in allowed)]
 
     def _tell(self) -> None:
         self._changed.set()

@@ -103,6 +103,15 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """As an argument of a worker's factory, where workers have processes of their own: the worker of that role, declared before, in
+    the same process.
+    """
+
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
 class Seat:
     """The place of one process: the `rank` of a pool, how many cores it has, and which devices of which kind.
 

@@ -28,7 +28,7 @@ from tandem.errors import RunError
 from tandem.faults import crash_point, take_role
 from tandem.registry import resolve
 from tandem.runtime.link import Link, Question
-from tandem.runtime.placement import Rank, Seat
+from tandem.runtime.placement import Beside, Rank, Seat
 from tandem.stacks import where
 
 _PR_SET_PDEATHSIG = 1
@@ -146,7 +146,8 @@ class Worker:
             case Do(role, method, args, kwargs):
                 return await self._do(role, method, args, kwargs)
             case Build(role, rank, factory, arguments, collectives):
-                self._workers[role] = cast("Callable[..., object]", resolve(factory, {}, kind="worker"))(rank, *arguments)
+                given = [self._workers[each.role] if isinstance(each, Beside) else each for each in arguments]
+                self._workers[role] = cast("Callable[..., object]", resolve(factory, {}, kind="worker"))(rank, *given)
                 if collectives:
                     self._turns[role] = self._turn
             case Open(host, limit_s):

@@ -65,12 +65,14 @@ class RolloutConfig:
 
     spare_groups: so many more are begun than a step trains on, in sync mode; the step takes the first that are complete, and the
     others are cut off. enough_episodes: of a group, so many; once they have ended the others are cut off, and 0 waits for all.
-    Both leave out what takes long, and so favour what is short. engines: that sample; several have processes of their own.
+    Both leave out what takes long, and so favour what is short. engines: that sample; several have processes of their own. lend:
+    trainers may sample while they wait for a batch, in separate_async.
     """
 
     groups_per_step: int = 16
     group_size: int = 16
     engines: int = 1
+    lend: bool = False
     max_refills_per_step: int = 128
     spare_groups: int = 0
     enough_episodes: int = 0
