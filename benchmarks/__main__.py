@@ -69,6 +69,7 @@ SCRIPTS = {
     "startup": Script("", 150),
     "data_proto": Script("verl", 100),
     "algos": Script("verl", 150),
+    "engines": Script("", 200),
     "rollout": Script("", 600, others=(("--transformers-python", ""), ("--vllm-python", "vllm"))),
     "modes": Script("", 500, ("--rounds", "3", "--updates", "6")),
     "queues": Script("transferqueue", 250),
