@@ -13,8 +13,9 @@ by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear
    and has at most IN_ORDER inputs it gives oneDNN's bits, where its kernels are those for AVX-512, in a tenth of the time that
    oneDNN takes to begin: `packed` tries whether it does. Where torch has no
    oneDNN for a dtype, BLAS it is, and the probe says what that is worth. A processor that does not multiply in bfloat16 does it in
-   float32 and rounds the result. In bfloat16 on a processor with AMX, oneDNN sums in an order that depends on the rows where these
-   are more than AMX_ROWS: there each product is made of parts of so many.
+   float32 and rounds the result. In bfloat16 on a processor with AMX, oneDNN sums in one order up to AMX_ROWS, in another above,
+   and, by shape, again in the first from many rows on. There a product is made of parts of AMX_ROWS; but one of more than AMX_MANY
+   is filled up to a multiple of AMX_STEP, and made at once, where that gives the bits of parts: it is tried, once a shape.
 2. Products of a backward pass are oneDNN's too, since it is faster, and promise no bits.
 3. A window of keys starts at column 0 of its row and is a multiple of KEYS long: P V blocks its keys from the first
    column on, and short windows take other kernels. P V is summed in tiles of TILE keys, in order, the last one cut.
@@ -45,6 +46,7 @@ from torch import Tensor
 
 ROWS = 2
 AMX_ROWS = 32  # of a product in bfloat16 on a processor with AMX: as many as two of its tiles hold
+AMX_MANY, AMX_STEP = 512, 256  # rows of such a product that is made at once
 KEYS = 16
 TILE = 128
 QUERIES = 4
@@ -70,7 +72,7 @@ def choices(rows: int, width: int, windows: Sequence[int], dtype: torch.dtype) -
     rows: of products in `dtype`, and of `gate`, whose width this is; windows: of keys, to which attention gives queries.
     """
     threads = torch.get_num_threads()
-    parts = -(-rows // AMX_ROWS) if dtype == torch.bfloat16 else 1
+    parts = 1 if dtype != torch.bfloat16 else rows if rows > AMX_MANY else -(-rows // AMX_ROWS)
     tiles = (-(-window // TILE) for window in windows)
     return (threads, parts, -rows * width % _steps(dtype), rows if threads > 2 else 0, *tiles)
 
@@ -140,9 +142,25 @@ def _linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None) -> Tensor:
     if onednn is None:
         return F.linear(x, weight, bias)
     if x.dtype == torch.bfloat16 and x.shape[0] > AMX_ROWS and _amx():
+        rows, many = x.shape[0], padded(x.shape[0], AMX_STEP)
+        if rows > AMX_MANY and _sums_as_parts(many, *weight.shape, weight.is_mkldnn, torch.get_num_threads()):
+            return onednn(F.pad(x, (0, 0, 0, many - rows)) if many > rows else x, weight, bias)[:rows]
         parts = cast("tuple[Tensor, ...]", x.split(AMX_ROWS))
         return torch.cat([onednn(part, weight, bias) for part in parts])
     return onednn(x, weight, bias)
+
+
+@cache
+def _sums_as_parts(rows: int, outputs: int, inner: int, is_packed: bool, num_threads: int) -> bool:
+    """Whether a product of so many rows in bfloat16 has the bits of its parts: it is tried, with the threads that there are."""
+    del num_threads
+    onednn, seeded = _onednn(torch.bfloat16), torch.Generator().manual_seed(0)
+    assert onednn is not None
+    x, weight = (torch.randn(size, inner, generator=seeded).bfloat16() for size in (rows, outputs))
+    if is_packed:
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED)
+    parts = cast("tuple[Tensor, ...]", x.split(AMX_ROWS))
+    return torch.equal(onednn(x, weight, None), torch.cat([onednn(part, weight, None) for part in parts]))
 
 
 @cache
