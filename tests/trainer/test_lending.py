@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from tandem.errors import RunError
 from tandem.ports import Source
 from tandem.trainer.fake import FakeSource
 from tandem.trainer.lending import LendingSource, Loan, Rule
@@ -103,6 +104,21 @@ def test_a_batch_that_comes_while_trainers_are_being_lent_waits_until_they_are_b
     told = asyncio.run(steps(LendingSource(Waiting([0.05, 0.0]), borrowed), borrowed, 2))
     assert borrowed.asked == ["lend", "take back"]
     assert told[1]["lend/switching_s"].value >= 0.1
+
+
+class Failing(Waiting):
+    async def __aiter__(self) -> AsyncGenerator[BatchRef]:
+        async for batch in super().__aiter__():
+            yield batch
+            if not self._waits:
+                raise RunError("nothing more comes")
+
+
+def test_an_error_of_the_source_does_not_wait_for_a_loan_that_is_being_made() -> None:
+    borrowed = Borrowed(lend_s=100)
+    with pytest.raises(RunError, match="nothing more comes"):
+        asyncio.run(asyncio.wait_for(steps(LendingSource(Failing([0.05]), borrowed), borrowed, 3), 10))
+    assert borrowed.asked == []
 
 
 def test_it_is_the_source_otherwise() -> None:

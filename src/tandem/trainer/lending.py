@@ -100,11 +100,14 @@ class LendingSource:
                 self._lent, worth = None, self._rule.decide(self._borrower.num_own)
                 told = {"decided": float(worth), "predicted_s": self._rule.wait_s}
                 began_s = time.perf_counter()
-                lending = asyncio.create_task(self._lend(), name="lend") if worth else None
+                lending, came = asyncio.create_task(self._lend(), name="lend") if worth else None, False
                 try:
                     batch = await anext(batches)
+                    came = True
                 finally:
-                    if lending is not None and not lending.done():
+                    if lending is not None:
+                        if not came:  # the run ends
+                            lending.cancel()
                         await asyncio.wait([lending])
                 waited_s = time.perf_counter() - began_s
                 self._rule.waits.append(waited_s)
