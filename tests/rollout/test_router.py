@@ -200,6 +200,7 @@ def test_an_engine_that_is_lent_takes_its_share_and_gives_it_back() -> None:
         assert {one.key.ordinal for one in lent.asked} == {1, 2, 3, 4}, "those that run stay, as long as others wait"
         await until(lambda: sum(len(one.tokens) for one in got[4:]) > 20)
         await router.take_back()
+        still = asyncio.create_task(answer(lent, request(99, (1, 2), max_tokens=4)))
         steps = lent.metrics()["steps"].value
         await asyncio.gather(*running)
         assert lent.metrics()["steps"].value == 0
@@ -212,6 +213,8 @@ def test_an_engine_that_is_lent_takes_its_share_and_gives_it_back() -> None:
         assert 0 < len(continued) <= 4, "those that had not begun cost nothing"
         await router.take_back()
         assert router.account() == (0, 0)
+        await lent.resume()
+        assert (await still).stop == "length"
 
     asyncio.run(asyncio.wait_for(scene(), 60))
 
