@@ -195,7 +195,7 @@ class _Layer(nn.Module):
             qk = numerics.rms_norm(qk, w.qk_norm, eps)
         if self.index not in c.unrotated:
             qk = numerics.rotate(qk, cos, sin)
-        q, k = qk[:, : c.num_heads], qk[:, c.num_heads :]
+        q, k = qk.split_with_sizes((c.num_heads, c.num_kv_heads), 1)
         x = x + w.o(attend(self.index, q, k.to(dtype).float(), v.float()).to(dtype))
         gates, up = w.gate_up(numerics.rms_norm(x, w.mlp_norm, eps).to(dtype))
         return x + w.down(numerics.gate(gates, up, c.activation))
@@ -421,7 +421,7 @@ class Decoder(LanguageModel):
         keys, values = given[4 : 4 + L], given[4 + L : 4 + 2 * L]
         windows = [given[at : at + 1 + 2 * L] for at in range(4 + 2 * L, len(given), 1 + 2 * L)]
         room = torch.zeros(tokens.shape[0], K, max(G, QUERIES), d)  # queries, and zeros for those that a product would miss
-        own, asked = room[:, :, :G], room.flatten(0, 1).split_with_sizes([window[0].shape[0] for window in windows])
+        own, asked = room.narrow(2, 0, G), room.flatten(0, 1).split_with_sizes([window[0].shape[0] for window in windows])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys[layer].put_(key_places, k.to(keys[layer].dtype))
@@ -432,7 +432,7 @@ class Decoder(LanguageModel):
                 for queries, window in zip(asked, windows, strict=True)
             ]
             out = found[0] if len(found) == 1 else torch.cat(found)
-            return out.view(-1, K, max(G, QUERIES), d)[:, :, :G].reshape(-1, K * G * d)
+            return out.view(-1, K, max(G, QUERIES), d).narrow(2, 0, G).reshape(-1, K * G * d)
 
         return self._forward(tokens, positions, weights, attend)
 
