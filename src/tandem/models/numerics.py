@@ -181,13 +181,14 @@ def _onednn(dtype: torch.dtype) -> Callable[..., Tensor] | None:
     if not torch.backends.mkldnn.is_available():
         return None
     knows = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return _written.product if knows else None
+    return torch.jit.CompilationUnit(_PRODUCT).product if knows else None
 
 
-_written = torch.jit.CompilationUnit("""
+# As torch's own program, since its recorder (replay.py) takes an empty list from no other.
+_PRODUCT = """
 def product(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-""")  # torch's recorder takes an empty list from nobody else
+"""
 
 
 class _Linear(torch.autograd.Function):
