@@ -309,6 +309,11 @@ def test_nothing_good_left_is_an_error(tmp_path: Path) -> None:
         store.latest()
 
 
+def test_who_resumes_nothing_is_not_told_what_a_resumed_run_depends_on(tmp_path: Path) -> None:
+    write(open_store(tmp_path, fingerprint={"isa": "AVX512", "threads": "1"}), 1)
+    assert latest(open_store(tmp_path, fingerprint={})).warnings == ()
+
+
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     with monkeypatch.context() as patch:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from tandem import device
 from tandem.algos.table import learns_values
 from tandem.assemble.model import build_model
 from tandem.assemble.phases import algorithm, first_trained
@@ -57,7 +56,7 @@ def _snapshot(recipe: Recipe, which: Which) -> Snapshot:
     path = recipe.run.directory / "snapshots"
     if not path.is_dir():
         raise ConfigError(f"there are no snapshots in {path}: a run writes one at its end, and every trainer.snapshot_every steps")
-    store = SnapshotStore(path, recipe.snapshots, device.fingerprint())
+    store = SnapshotStore(path, recipe.snapshots, {})
     found = store.latest() if which == "latest" else store.best() if which == "best" else store.at(which)
     if found is None:
         of = f"step {which}" if isinstance(which, int) else f"the {which} one"

@@ -84,7 +84,8 @@ class SnapshotStore:
     """The snapshots of one run, written by one process at a time.
 
     fingerprint: what a resumed run's bits depend on (`tandem.device.fingerprint`); it is stored, and a snapshot made
-    under another one is given back with a warning. What dead processes left half-written is removed here.
+    under another one is given back with a warning, unless this one is empty, as where nothing is resumed. What dead processes left
+    half-written is removed here.
     """
 
     def __init__(self, directory: Path, config: SnapshotConfig, fingerprint: Mapping[str, str]) -> None:
@@ -219,7 +220,7 @@ class SnapshotStore:
             for name in sorted({*saved, *current})
             if saved.get(name) != current.get(name)
         ]
-        if not differ:
+        if not (current and differ):
             return []
         return [f"{path.name} was written under {', '.join(differ)}: the resumed run may differ from an undisturbed one"]
 
