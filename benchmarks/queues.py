@@ -6,7 +6,8 @@
 memory: samples of eight columns of 2,000 tokens (96 KB), put and got one by one and all 1,000 at once, by both. A put includes the
 reservation of its place. durable: rows of 8 KB on the file system of DIRECTORY, which must not be one in memory, with
 synchronous=FULL: one by one in turns with 8 KB written and fdatasynced to a file; and by 64 producers at once, without and with the
-rest of a row's life (take, acknowledge; a snapshot's save and commit at the end). in flight: a row's life in memory while 100,000
+rest of a row's life (take, acknowledge; a snapshot's save and commit at the end). cluster: the samples of memory, in storage units
+of that library on a Ray of this machine (queue=ray), beside its own interface. in flight: a row's life in memory while 100,000
 others wait, and while 1,000 do. The best of the rounds counts. ratio is Tandem's rate over the other one, and of those in flight
 what a row costs more.
 """
@@ -24,16 +25,19 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lines import publish, row, within
 
 from tandem.data_proto import DataProto
-from tandem.ports import Consumer
+from tandem.ports import Consumer, TransferQueue
 from tandem.queue.durable import DurableQueue
 from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.types import GroupKey, Key
+
+if TYPE_CHECKING:
+    from tandem.queue.units import StorageUnits
 
 SAMPLES, SINGLES, TOKENS, ROUNDS = 1000, 100, 2000, 3
 PRODUCERS, ROWS, ROW_TOKENS, DISK_CALLS = 64, 12_800, 512, 200
@@ -100,18 +104,19 @@ def small_columns() -> dict[str, torch.Tensor]:
     return {n: torch.arange(ROW_TOKENS, dtype=torch.int32) if n < "x2" else torch.randn(ROW_TOKENS) for n in sorted(SMALL)}
 
 
-async def memory(best: Rates) -> None:
+async def in_and_out(best: Rates, make: Callable[[], TransferQueue]) -> None:
     batch, singles = samples(0, SAMPLES), [samples(SAMPLES + i, 1) for i in range(SINGLES)]
     for _ in range(ROUNDS):
-        queue = MemoryQueue()
+        queue = make()
+        await queue.restore("", None)
 
-        async def put(parts: list[DataProto], queue: MemoryQueue = queue) -> None:
+        async def put(parts: list[DataProto], queue: TransferQueue = queue) -> None:
             for rows in parts:
                 for key in rows.keys:
                     await queue.reserve(key.group, 1)
                 await queue.put(rows)
 
-        async def get(parts: list[DataProto], queue: MemoryQueue = queue) -> None:
+        async def get(parts: list[DataProto], queue: TransferQueue = queue) -> None:
             for rows in parts:
                 await queue.get(rows.keys, NAMES)
 
@@ -119,6 +124,26 @@ async def memory(best: Rates) -> None:
         await timed(best, "batch get", SAMPLES, lambda: get([batch]))
         await timed(best, "one by one put", SINGLES, lambda: put(singles))
         await timed(best, "one by one get", SINGLES, lambda: get(singles))
+        await queue.restore("", None)
+
+
+async def in_units(best: Rates) -> None:
+    """Imports what the environment of the peer has."""
+    import ray
+
+    from tandem.queue.cluster import ClusterQueue
+    from tandem.queue.units import start
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=10**9)
+    units = await start()
+
+    async def started() -> StorageUnits:
+        return units
+
+    await in_and_out(best, lambda: ClusterQueue(started))
+    await units.close()
+    ray.shutdown()
 
 
 async def disk(best: Rates, directory: Path) -> None:
@@ -203,12 +228,16 @@ async def in_flight(best: Rates) -> None:
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--peer", default=sys.executable, help="a python with transferqueue==0.1.11; this one by default")
+    arguments.add_argument(
+        "--peer", default=sys.executable, help="a python with transferqueue==0.1.11; this one, which has it too, by default"
+    )
     arguments.add_argument("--disk", default=Path.cwd(), type=Path, help="a directory on a disk; the current one by default")
     given = arguments.parse_args()
     torch.set_num_threads(1)
     ours: Rates = {}
-    asyncio.run(memory(ours))
+    cluster: Rates = {}
+    asyncio.run(in_and_out(ours, MemoryQueue))
+    asyncio.run(in_units(cluster))
     asyncio.run(in_flight(ours))
     with tempfile.TemporaryDirectory(dir=given.disk) as place:
         asyncio.run(disk(ours, Path(place)))
@@ -223,6 +252,10 @@ def main() -> int:
             rows.append(
                 row(f"memory, {name}: {mine:,.0f}/s", f"TransferQueue 0.1.11: {its:,.0f}/s", [mine / its], floor, 2 * floor)
             )
+    # The library sends a column of equally long rows as one piece, and Tandem, whose rows have lengths of their own, as many.
+    for name, floor in {"one by one put": 1, "one by one get": 1, "batch put": 0.5, "batch get": 1}.items():
+        mine, its = cluster[name], peer[name]
+        rows.append(row(f"cluster, {name}: {mine:,.0f}/s", f"TransferQueue 0.1.11: {its:,.0f}/s", [mine / its], floor, 2 * floor))
     many, few = ours[f"{MANY} in flight"], ours[f"{FEW} in flight"]
     rows.append(within(f"memory, {MANY:,} in flight: {many:,.0f}/s", f"{FEW:,} in flight: {few:,.0f}/s", [few / many], 1.5))
     synced = f"8 KB and fdatasync: {ours['fdatasync/s']:,.0f}/s"

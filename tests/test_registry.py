@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -104,6 +105,16 @@ def test_a_missing_package_of_an_extra_is_named(own: Callable[[str, str], None],
     requirements = ["torch>=2", *(f"no-such.engine<3,>=2; extra == '{extra}'" for extra in ("check", "test", "engine"))]
     monkeypatch.setattr(metadata, "requires", lambda name: requirements)
     assert message("adapter.py:Engine").endswith("which is not installed: pip install 'tandem-rl[engine]'")
+
+
+def test_the_module_of_an_extra_may_be_written_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: ["TransferQueue==0.1.11; extra == 'transferqueue'"])
+    monkeypatch.setitem(sys.modules, "transfer_queue", None)
+    monkeypatch.delitem(sys.modules, "tandem.queue.units", raising=False)
+    with pytest.raises(
+        RegistryError, match=r"queue 'ray' needs the package 'transfer_queue.*pip install 'tandem-rl\[transferqueue\]'"
+    ):
+        resolve("ray", {"ray": "tandem.queue.units:start"}, kind="queue")
 
 
 def test_letters_that_changed_places_come_first() -> None:

@@ -37,6 +37,7 @@ BRINGS = {
     "hf": "any causal language model of transformers (model.library=transformers)",
     "lora": "adapters instead of all weights",
     "ray": "runtime=ray: workers on a cluster",
+    "transferqueue": "queue=ray: rows spread over a cluster",
     "wandb": "logs=[wandb]",
     "mlflow": "logs=[mlflow]",
     "swanlab": "logs=[swanlab]",

@@ -125,4 +125,5 @@ def _install(module: str) -> str:
 
 
 def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    """Alike for a distribution and its module: TransferQueue, transfer_queue."""
+    return re.sub(r"[-_.]+", "", name).lower()

@@ -14,10 +14,12 @@ import torch
 from tandem.data_proto import DataProto
 from tandem.errors import QueueError, SnapshotError, StalledError
 from tandem.ports import Consumer, TransferQueue
+from tandem.queue.cluster import ClusterQueue
 from tandem.queue.durable import DurableQueue
-from tandem.queue.fake import FakeQueue
+from tandem.queue.fake import FakeQueue, FakeUnits
 from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.types import GroupKey, Key, PolicyRef
+from tests.queue.units import running
 from tests.runtime.served import far, near, served, served_by_ray
 
 Make = Callable[[], TransferQueue]
@@ -25,6 +27,10 @@ Make = Callable[[], TransferQueue]
 
 def durable() -> DurableQueue:
     return DurableQueue(Path(mkdtemp()), QueueConfig(stall_limit_s=0.02))
+
+
+def units() -> ClusterQueue:
+    return ClusterQueue(running, QueueConfig(stall_limit_s=0.02))
 
 
 BACKENDS: dict[str, Make] = {
@@ -36,6 +42,10 @@ BACKENDS: dict[str, Make] = {
     ),
     "durable": durable,
     "durable in another process's hands": lambda: served(durable),
+    "books apart from rows": lambda: ClusterQueue(FakeUnits().start, QueueConfig(stall_limit_s=0.02)),
+    "storage units on Ray": units,
+    "storage units in a Ray controller's hands": lambda: served_by_ray(units, near),
+    "storage units in the hands of a Ray controller on another machine": lambda: served_by_ray(units, far),
     "fake": FakeQueue,
 }
 PARAMS = [pytest.param(name, marks=pytest.mark.ray) if "Ray" in name else name for name in BACKENDS]
@@ -45,6 +55,8 @@ TOKENS = frozenset({"tokens"})
 
 @pytest.fixture(params=PARAMS, name="make")
 def _make(request: pytest.FixtureRequest) -> Make:
+    if "units" in request.param:
+        pytest.importorskip("transfer_queue")
     return BACKENDS[request.param]
 
 

@@ -92,6 +92,29 @@ def test_a_rank_in_a_ray_actor_is_one_rank_here_bit_for_bit(inline: dict[tuple[s
     assert_same(found, inline[PPO])
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+def test_rows_that_are_spread_over_a_cluster_train_as_rows_here_bit_for_bit(
+    inline: dict[tuple[str, ...], Any], tmp_path: Path
+) -> None:
+    """Two steps, whose snapshot a run with the rows here goes on from, and one more with them there again."""
+    pytest.importorskip("transfer_queue")
+    run, there = tmp_path / "run", {"RAY_ADDRESS": cluster().address}
+    apart = (*PPO, "runtime=ray", "runtime.pools={trainer: 1, critic: 1}", "queue=ray")
+    trained(run, *apart, "trainer.steps=2", environment=there)
+    trained(run, *PPO, "trainer.steps=3", "runtime=inline", "--resume")
+    found = trained(run, *apart, "trainer.steps=4", "--resume", environment=there)
+    assert_same(found, {name: inline[PPO][name] for name in ("weights", "files", "samples", "warmup")})  # it evaluates more often
+
+
+def test_rows_are_spread_over_a_cluster_where_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", str(write_recipe(tmp_path)), f"run.dir={tmp_path / 'run'}", PROCESS, "queue=ray"]
+    assert tandem(*arguments) == 2
+    assert "queue.name=ray keeps rows on the nodes of a Ray cluster, and with runtime=process there is none" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
 @pytest.mark.ray
 def test_a_cluster_that_is_too_small_for_a_recipe_is_said_with_who_asks(tmp_path: Path) -> None:
     log = tmp_path / "log"

@@ -11,6 +11,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from tandem.ports import TransferQueue, WorkerGroup
+from tandem.queue.cluster import ClusterQueue, RowsApart
 from tandem.runtime.placement import ResourcePool
 from tandem.runtime.queue_service import Asked, QueueClient, QueueServer, RemoteQueue
 from tandem.runtime.ray import RayCluster
@@ -46,7 +47,7 @@ def served(make: Callable[[], TransferQueue]) -> QueueClient:
 class ByRay(RemoteQueue):
     """A queue as a worker in a Ray actor has it, for a test in this process: each call is made there."""
 
-    def __init__(self, group: WorkerGroup, client: RayQueueClient) -> None:
+    def __init__(self, group: WorkerGroup, client: TransferQueue) -> None:
         self._group, self._client = group, client
 
     async def ask(self, asked: Asked) -> Any:
@@ -72,7 +73,10 @@ def _ray() -> tuple[RayCluster, WorkerGroup]:
 def served_by_ray(make: Callable[[], TransferQueue], where: Callable[[RayQueueServer], RayQueueClient]) -> ByRay:
     runtime, group = _ray()
 
-    async def serve() -> RayQueueClient:
-        return where(await RayQueueServer(make(), runtime).__aenter__())
+    async def serve() -> TransferQueue:
+        queue = make()
+        if isinstance(queue, ClusterQueue):
+            return RowsApart(where(await RayQueueServer(queue.books, runtime).__aenter__()))
+        return where(await RayQueueServer(queue, runtime).__aenter__())
 
     return ByRay(group, asyncio.run_coroutine_threadsafe(serve(), owner()).result(10))

@@ -11,17 +11,16 @@ from tandem.algos.notes import NOTES
 from tandem.algos.table import configure, learns_values
 from tandem.assemble.engines import Engine, cache_bytes, check_engines, num_alone, publish_to
 from tandem.assemble.model import Model, fits
+from tandem.assemble.queues import Queue, check_queue, check_room, queue_of_process, rollout_queue
 from tandem.assemble.roles import KINDS, Roles, base_stages, build_roles, check_roles
 from tandem.assemble.rollout import Rollout
 from tandem.assemble.tasks import Form, build_dataset, notes
-from tandem.assemble.workers import Job, Workers, joining
+from tandem.assemble.workers import Job, Workers
 from tandem.checkpoint.gathered import gather
 from tandem.errors import ConfigError, PlanError
 from tandem.models.decoder import Decoder
 from tandem.models.values import ValueModel, value_model_on
 from tandem.ports import CheckpointEngine, RolloutEngine, Source, WorkerGroup
-from tandem.queue.durable import DurableQueue
-from tandem.queue.memory import MemoryQueue
 from tandem.recipe import DatasetSection, Recipe
 from tandem.rewards.model import ModelReward
 from tandem.rollout.router import Router
@@ -63,7 +62,7 @@ class Phase:
     policy: WorkerGroup
     roles: Roles
     kl: KLControls
-    queue: MemoryQueue
+    queue: Queue
     workers: Workers
     checkpoint: CheckpointEngine
     engines: tuple[RolloutEngine, ...]
@@ -124,7 +123,7 @@ def algorithm(recipe: Recipe) -> Algorithm:
 def check_recipe(recipe: Recipe) -> None:
     """Looks at values alone, without a model and data. Raises ConfigError with all that contradict each other."""
     problems: list[str] = []
-    for check in (_check_algorithm, _check_sampling, _check_lengths):
+    for check in (check_queue, _check_algorithm, _check_sampling, _check_lengths):
         try:
             check(recipe)
         except ConfigError as problem:
@@ -218,8 +217,8 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
             f"trainer.window lets a step leave its slowest groups to a later one"
         )
     in_flight = timing.in_flight(recipe.rollout.groups_per_step) + spare
-    _check_room(recipe, in_flight, "rollout.groups_per_step, rollout.spare_groups and trainer.staleness")
-    queue = _rollout_queue(recipe, directory)
+    check_room(recipe, in_flight, "rollout.groups_per_step, rollout.spare_groups and trainer.staleness")
+    queue = rollout_queue(recipe, directory)
     alone, turns = num_alone(recipe), timing.placement == "colocated"
     workers = Workers(recipe.placement, queue, directory / "logs", alone, turns=turns)
     roles = build_roles(recipe, model, chosen, workers, _updates(recipe.trainer.steps, recipe.learner))
@@ -288,21 +287,6 @@ def main_phase(recipe: Recipe, model: Model, rollout: Rollout | None, directory:
     )
 
 
-def _rollout_queue(recipe: Recipe, directory: Path) -> MemoryQueue:
-    """directory: of the phase's files. What a durable queue offers again is taken in strict order of admission."""
-    join = joining(recipe.placement)
-    if recipe.queue.name == "memory":
-        return MemoryQueue(recipe.queue, join=join)
-    passing_over = {"trainer.window": recipe.trainer.window, "rollout.spare_groups": recipe.rollout.spare_groups}
-    for name, groups in passing_over.items():
-        if groups:
-            raise ConfigError(
-                f"{name}={groups} lets groups be passed over, and queue.name=durable gives back what outlived a process in order: "
-                f"set {name}=0, or queue.name=memory"
-            )
-    return DurableQueue(directory / "queue", recipe.queue, join=join)
-
-
 def _planned(needs: frozenset[str], have: frozenset[str], stages: Sequence[BatchStage], chosen: Algorithm) -> Plan:
     try:
         return plan(needs, have, stages)
@@ -327,7 +311,7 @@ def _has_pass(chosen: Algorithm) -> bool:
     return not chosen.params.get("bypass") and not reads(chosen).isdisjoint({"old_logprobs", "sum_pi_squared"})
 
 
-def _policy_stages(chosen: Algorithm, workers: WorkerGroup, queue: MemoryQueue) -> list[BatchStage]:
+def _policy_stages(chosen: Algorithm, workers: WorkerGroup, queue: Queue) -> list[BatchStage]:
     """What the policy gives before its update, in one pass; with bypass the sampler's logprobs stand for its own."""
     outputs = {"old_logprobs": "logprobs"}
     if "sum_pi_squared" in reads(chosen):
@@ -355,11 +339,6 @@ def _check_batch(recipe: Recipe, chosen: Algorithm) -> None:
             f"learner.minibatches={recipe.learner.minibatches} is above the {groups} groups of a step, which are not split; "
             f"lower it or raise rollout.groups_per_step"
         )
-
-
-def _check_room(recipe: Recipe, groups: int, whose: str) -> None:
-    if groups > recipe.queue.max_groups:
-        raise ConfigError(f"queue.max_groups={recipe.queue.max_groups} is below the {groups} groups that {whose} put there at once")
 
 
 def _components(recipe: Recipe, chosen: Algorithm, planned: Plan) -> tuple[str, ...]:
@@ -412,8 +391,8 @@ def _dataset_phase(
         model = replace(model, decoder=value_model_on(model.decoder))
     form: Form = "pairs" if "chosen" in chosen.needs else "demonstrations"
     maker = (Comparisons if form == "pairs" else Demonstrations)(model.renderer, recipe.engine.max_context)
-    _check_room(recipe, tasks_per_step, "warmup.rows_per_step" if name == "warmup" else "rollout.groups_per_step and group_size")
-    queue = MemoryQueue(recipe.queue, join=joining(recipe.placement))
+    check_room(recipe, tasks_per_step, "warmup.rows_per_step" if name == "warmup" else "rollout.groups_per_step and group_size")
+    queue = queue_of_process(recipe)
     workers = Workers(recipe.placement, queue, directory / "logs", num_alone(recipe) if engine is not None else 0, turns=True)
     dataset = build_dataset(data, "train", seed_of(recipe.seed, "demonstrations"), model.renderer, form)
     source = DatasetSource(

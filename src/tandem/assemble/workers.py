@@ -21,6 +21,7 @@ from tandem.errors import ConfigError
 from tandem.models.adapters import LoraConfig
 from tandem.models.language_model import LanguageModel
 from tandem.ports import Runtime, TrainEngine, TransferQueue, WorkerGroup
+from tandem.queue.cluster import ClusterQueue, RowsApart
 from tandem.registry import resolve
 from tandem.runtime.inline import Inline
 from tandem.runtime.placement import Beside, Rank, ResourcePool, SettledRuntime, place, seated, table
@@ -142,10 +143,11 @@ class Workers:
             kinds = (resolve(name, _RAY, kind="runtime") for name in ("ray", "queue of ray"))
             cluster_type, server_type = cast("tuple[type[RayCluster], type[RayQueueServer]]", tuple(kinds))
             cluster = cluster_type(pools, logs, limit_s=config.limit_s, spare=spare)
-            serving = server_type(queue, cluster)
+            apart = isinstance(queue, ClusterQueue)
+            serving = server_type(queue.books if apart else queue, cluster)
             self._runtime = self._processes = cluster
             self._services.append(serving)
-            self._queue = serving.client()
+            self._queue = RowsApart(serving.client()) if apart else serving.client()
 
     def group(self, model: LanguageModel | Blueprint, job: Job) -> WorkerGroup:
         """The workers of a role. model: a live one is used as it is where workers are shared, else copied without its weights.

@@ -84,14 +84,7 @@ class Ledger:
         return places
 
     def put(self, rows: DataProto) -> None:
-        groups: list[_Group] = []
-        for key in rows.keys:
-            group = self._groups.get(key.group)
-            if group is None or key.place not in group.open:
-                filled = group is not None and any(row.place == key.place for row in group.rows)
-                why = "is filled already" if filled else "is not reserved (never admitted, dropped or consumed)"
-                raise QueueError(f"row {key} cannot be put: its place {key.place} {why}")
-            groups.append(group)
+        groups = self._open(rows.keys)
         if rows.meta_info:
             rows = replace(rows, meta_info={})  # facts about a batch are not facts about its rows
         crash_point("queue.before_put")
@@ -101,6 +94,21 @@ class Ledger:
             self._blocks[key] = rows
             crash_point("queue.in_put")
         crash_point("queue.after_put")
+
+    def check_open(self, keys: Iterable[Key]) -> None:
+        """Raises what `put` of rows with these keys would raise now."""
+        self._open(keys)
+
+    def _open(self, keys: Iterable[Key]) -> list[_Group]:
+        groups: list[_Group] = []
+        for key in keys:
+            group = self._groups.get(key.group)
+            if group is None or key.place not in group.open:
+                filled = group is not None and any(row.place == key.place for row in group.rows)
+                why = "is filled already" if filled else "is not reserved (never admitted, dropped or consumed)"
+                raise QueueError(f"row {key} cannot be put: its place {key.place} {why}")
+            groups.append(group)
+        return groups
 
     def write(self, rows: DataProto) -> None:
         self._check_known(rows.keys, f"columns {sorted(rows.columns)} cannot be written")
@@ -114,14 +122,15 @@ class Ledger:
             if rest:
                 merged.append(block.by_keys(rest))
         crash_point("queue.in_write")
-        self._store(merged)
+        self.store(merged)
         crash_point("queue.after_write")
 
     def get(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
         self._check_known(keys, f"columns {sorted(columns)} cannot be read")
         return self._gather(keys, columns) if keys else self._no_rows(columns)
 
-    def drop(self, places: Collection[Key], reason: str) -> None:
+    def drop(self, places: Collection[Key], reason: str) -> set[Key]:
+        """Returns the rows that are gone."""
         gone: dict[Key, set[Key]] = {}
         for place in places:
             group = self._groups.get(place.group)
@@ -130,7 +139,8 @@ class Ledger:
                 raise QueueError(f"place {place} cannot be dropped ({reason}): it is not reserved, or was dropped or consumed")
             gone[place] = rows
         crash_point("queue.before_drop")
-        self._forget({row for rows in gone.values() for row in rows})
+        lost = {row for rows in gone.values() for row in rows}
+        self._forget(lost)
         for place, rows in gone.items():
             group = self._groups[place.group]
             group.open.discard(place)
@@ -139,6 +149,7 @@ class Ledger:
             if not group.open and not group.rows:
                 self._leave(place.group)
         crash_point("queue.after_drop")
+        return lost
 
     def _leave(self, group: GroupKey) -> None:
         """It is gone for good."""
@@ -162,7 +173,13 @@ class Ledger:
         """The blocks that hold these rows, each once, in the order of `keys`."""
         return list({id(block): block for block in (self._blocks[key] for key in keys)}.values())
 
-    def _store(self, blocks: Iterable[DataProto]) -> None:
+    @property
+    def blocks(self) -> list[DataProto]:
+        """All rows, each in one block."""
+        return self._blocks_of(self._blocks)
+
+    def store(self, blocks: Iterable[DataProto]) -> None:
+        """Rows that are there are these from now on, with the same columns."""
         self._blocks.update({key: block for block in blocks for key in block.keys})
 
     def _forget(self, keys: set[Key]) -> None:
@@ -178,7 +195,7 @@ class Ledger:
         runs = [len(list(run)) for _, run in groupby(block.keys, key=lambda key: key.group)]
         for part in block.split(runs):
             if rest := [key for key in part.keys if key not in gone]:
-                self._store([part.by_keys(rest)])
+                self.store([part.by_keys(rest)])
 
     def _gather(self, keys: Sequence[Key], columns: frozenset[str]) -> DataProto:
         """Shares the block's memory where `keys` are consecutive rows of one block; copies otherwise."""
@@ -229,7 +246,7 @@ class Ledger:
             taken = set(keys)
             for block in blocks:
                 self._cut(block, taken)
-            self._store([rows])  # from here on, reading the lease's rows copies nothing
+            self.store([rows])  # from here on, reading the lease's rows copies nothing
         crash_point("queue.before_take")
         lease = Lease(self._next_lease, consumer, rows.ref(), lent)
         self._next_lease += 1
@@ -264,15 +281,18 @@ class Ledger:
         self._release(lease)
         crash_point("queue.after_release")
 
-    def ack(self, lease: Lease) -> None:
+    def ack(self, lease: Lease) -> set[Key]:
+        """Returns the rows that are gone."""
         self._check_held(lease)
         crash_point("queue.before_ack")
         groups = self._held(lease)
-        self._forget({row for key in groups for row in self._groups[key].rows})
+        gone = {row for key in groups for row in self._groups[key].rows}
+        self._forget(gone)
         for key in groups:
             self._leave(key)
         del self._leases[lease.id]
         crash_point("queue.after_ack")
+        return gone
 
     def _held(self, lease: Lease) -> list[GroupKey]:
         """Its groups, without those of which all rows were dropped since."""
@@ -341,7 +361,7 @@ class Ledger:
 
     def metrics(self) -> Metrics:
         """age: versions between the oldest and the newest policy that sampled what is there; policies: how many there are."""
-        blocks = self._blocks_of(self._blocks)
+        blocks = self.blocks
         drops, self._drops = self._drops, Counter()
         runs = {runs for block in blocks for runs in block.non_tensor_batch.get("policy", ())}
         policies = {policy for each in runs for policy, _ in each}
@@ -362,7 +382,7 @@ class Ledger:
         """One file a block and `queue.json`; leases are not saved, so their rows count as not acknowledged."""
         crash_point("queue.before_save")
         directory.mkdir(parents=True, exist_ok=True)
-        blocks = self._blocks_of(self._blocks)
+        blocks = self.blocks
         for i, block in enumerate(blocks):
             block.save(directory / f"rows-{i:05d}.pt")
         crash_point("queue.in_save")
@@ -401,7 +421,7 @@ class Ledger:
             for saved in state["groups"]
         }
         self._blocks = {}
-        self._store(blocks)
+        self.store(blocks)
         for key in self._blocks:
             self._groups[key.group].rows.add(key)
         self._waiting = dict(self._groups)

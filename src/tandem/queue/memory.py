@@ -30,14 +30,15 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class QueueConfig:
     """name: memory, which lives as long as its process and is saved with each snapshot; durable, whose finished groups outlive the
-    process, in the directory of the run (rows of a dataset, which are made again from it, stay in memory).
+    process, in the directory of the run (rows of a dataset, which are made again from it, stay in memory); ray, which is memory
+    with the rows' columns spread over the nodes of a Ray cluster (an extra: `transferqueue`).
     max_groups: groups that may be in the queue at once, leased ones included; `reserve` waits for room.
     stall_limit_s: how long `take` and `reserve` wait while nothing at all changes; longer than the slowest group takes.
     """
 
     SHORTHAND: ClassVar[str] = "name"
 
-    name: Literal["memory", "durable"] = "memory"
+    name: Literal["memory", "durable", "ray"] = "memory"
     max_groups: int = 4096
     stall_limit_s: float = 600.0
 

@@ -9,7 +9,7 @@ Layout of a segment:   one byte a loan (1 while it is held)  |  for a parcel: wh
 
 Loan 0 is the sender's own, while a parcel is open or a tensor is there; each message that shows the segment has another. What
 is received is shared and not to be written in place: other receivers see the same pages. Tensors travel without their gradient
-history, and only those on the host.
+history, and only those on the host; those on the meta device are a shape.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 def _reduce(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.device.type == "meta":  # a shape without numbers
+        return _rebuild_shape, (tuple(tensor.shape), tensor.dtype)
     if tensor.device.type != "cpu":
         raise WorkerError(f"a tensor on {tensor.device} cannot be sent to another process; send tensor.cpu() or its rows' handle")
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -58,6 +60,10 @@ def _reduce(tensor: Tensor) -> tuple[Any, ...]:
 
 def _rebuild(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(data, dtype=dtype).view(shape) if len(data) else torch.empty(shape, dtype=dtype)
+
+
+def _rebuild_shape(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _reduce_key(key: Key) -> tuple[Any, ...]:
