@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -122,7 +124,15 @@ def test_what_is_free_is_given_back_beyond_a_bound(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_cannot_travel_says_so() -> None:
-    with pytest.raises(WorkerError, match="meta"):
-        Outbox().pack(torch.zeros(3, device="meta"))
+    with pytest.raises(WorkerError, match="a tensor on cuda:1 cannot be sent"):
+        parcels._reduce(cast("torch.Tensor", SimpleNamespace(device=torch.device("cuda", 1))))  # this machine may have none
     with pytest.raises(WorkerError, match="cannot be read here"):
         unpack(b"cnowhere\nnothing\n.", ())
+
+
+def test_a_shape_without_numbers_travels_as_one() -> None:
+    sent = torch.empty((BIG, 3), dtype=torch.bfloat16, device="meta")
+    parcel = Outbox().pack([sent, sent[:2]])
+    first, second = unpack(parcel.head, ())
+    assert (first.device.type, first.dtype, first.shape) == ("meta", torch.bfloat16, (BIG, 3))
+    assert second.shape == (2, 3)
