@@ -109,7 +109,7 @@ def test_a_missing_package_of_an_extra_is_named(own: Callable[[str, str], None],
 
 def test_the_module_of_an_extra_may_be_written_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "requires", lambda name: ["TransferQueue==0.1.11; extra == 'transferqueue'"])
-    monkeypatch.setitem(sys.modules, "transfer_queue", None)
+    monkeypatch.setitem(sys.modules, "transfer_queue.storage.simple_storage", None)
     monkeypatch.delitem(sys.modules, "tandem.queue.units", raising=False)
     with pytest.raises(
         RegistryError, match=r"queue 'ray' needs the package 'transfer_queue.*pip install 'tandem-rl\[transferqueue\]'"
