@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,6 +58,18 @@ def test_a_function_is_called_until_it_is_called_often(monkeypatch: pytest.Monke
     again("another way", [torch.ones(1, 3), state], Leaves(pair(0)))
     again("one way", [torch.ones(1, 3), state], Leaves(pair(0, 3.0)))
     assert len(calls) == 5
+
+
+def test_what_is_written_down_keeps_no_tensors_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each record would keep a model's weights and a cache of keys."""
+    monkeypatch.setattr(replay, "OFTEN", 1)
+    again: Replay[Pair] = Replay(lambda tensors, tree: tensors[0] * tree.weight)
+    given, tree = torch.ones(2, 3), pair(0)
+    again("one way", [given], Leaves(tree))
+    kept = [weakref.ref(given), weakref.ref(tree.weight)]
+    del given, tree
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
 SHAPES = {

@@ -81,10 +81,14 @@ class Replay(Generic[T]):
             return written(*tensors, *leaves.tensors)
 
     def _write(self, tensors: Sequence[Tensor], leaves: Leaves[T]) -> Callable[..., Tensor]:
+        num, of = len(tensors), [leaves.of]
+
         def function(*given: Tensor) -> Tensor:
-            return self._function(given[: len(tensors)], leaves.of(given[len(tensors) :]))
+            return self._function(given[:num], of[0](given[num:]))
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", _jit.TracerWarning)  # of branches: `facts` say which way they go
-            return _jit.trace(function, (*tensors, *leaves.tensors), check_trace=False)
+            written = _jit.trace(function, (*tensors, *leaves.tensors), check_trace=False)
+        of.clear()  # torch keeps the function, which would keep these weights
+        return written
