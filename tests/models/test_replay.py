@@ -60,6 +60,21 @@ def test_a_function_is_called_until_it_is_called_often(monkeypatch: pytest.Monke
     assert len(calls) == 5
 
 
+def test_the_records_that_ran_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "OFTEN", 1)
+    monkeypatch.setattr(replay, "MOST", 2)
+    calls: list[int] = []
+
+    def function(tensors: Sequence[Tensor], tree: Pair) -> Tensor:
+        calls.append(1)
+        return tensors[0] * tree.weight
+
+    again: Replay[Pair] = Replay(function)
+    for way, known in (("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 3), ("b", 4)):
+        again(way, [torch.ones(2, 3)], Leaves(pair(0)))
+        assert len(calls) == known, way
+
+
 def test_what_is_written_down_keeps_no_tensors_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each record would keep a model's weights and a cache of keys."""
     monkeypatch.setattr(replay, "OFTEN", 1)

@@ -87,6 +87,26 @@ def test_a_refused_put_and_one_beside_another_leave_the_rows_as_they_are() -> No
     run(scenario())
 
 
+def test_a_put_that_does_not_come_to_its_end_leaves_nothing_in_the_units() -> None:
+    async def scenario() -> None:
+        units = FakeUnits()
+        slow = Slow(units, "put")
+        queue = ClusterQueue(slow.start)
+        await queue.reserve(GroupKey("train", 0), 2)
+        cancelled, dropped = (asyncio.create_task(queue.put(rows(0, member))) for member in (0, 1))
+        await slow.asked.wait()
+        cancelled.cancel()
+        await queue.drop([Key("train", 0, 1)], "abort")
+        slow.go.set()
+        for putting, error in ((cancelled, asyncio.CancelledError), (dropped, QueueError)):
+            with pytest.raises(error):
+                await putting
+        assert not units.rows
+        assert queue.metrics()["rows"].value == 0
+
+    run(scenario())
+
+
 def test_nobody_sees_a_row_before_the_units_have_it() -> None:
     async def scenario() -> None:
         slow = Slow(FakeUnits(), "put")
@@ -105,7 +125,9 @@ def test_nobody_sees_a_row_before_the_units_have_it() -> None:
 
 
 def test_a_snapshot_is_of_one_moment_and_any_queue_goes_on_from_it(tmp_path: Path) -> None:
-    """Rows come and go while the units are asked: the save has them as they are when it returns."""
+    """Rows come and go while the units are asked: what was put or dropped before the save returns is in it, as the group's producer
+    takes it to be; what is acknowledged meanwhile is consumed after it.
+    """
 
     async def scenario() -> None:
         slow = Slow(FakeUnits(), "get")
@@ -116,7 +138,7 @@ def test_a_snapshot_is_of_one_moment_and_any_queue_goes_on_from_it(tmp_path: Pat
 
         async def meanwhile() -> None:
             await slow.asked.wait()
-            works = (queue.ack(lease), queue.put(rows(2, 0)), queue.drop([Key("train", 2, 1)], "abort"))
+            works = (queue.ack(lease), queue.put(rows(2, 0, value=7)), queue.drop([Key("train", 2, 1)], "abort"))
             others = [asyncio.create_task(work) for work in works]
             await asyncio.sleep(0.01)
             slow.go.set()
@@ -130,9 +152,9 @@ def test_a_snapshot_is_of_one_moment_and_any_queue_goes_on_from_it(tmp_path: Pat
 
         for resumed in (MemoryQueue(), ClusterQueue(FakeUnits().start)):
             await resumed.restore("1", tmp_path)
-            again = await resumed.take(LEARNER, TOKENS, 2)
-            assert (await resumed.get(again.ref.keys, TOKENS))["tokens"].tolist() == [0] * 4 + [1] * 4
-            assert await resumed.reserve(GroupKey("train", 2), 2) == (Key("train", 2, 0), Key("train", 2, 1))
+            again = await resumed.take(LEARNER, TOKENS, 3)
+            assert again.ref.keys[4:] == (Key("train", 2, 0),)
+            assert (await resumed.get(again.ref.keys, TOKENS))["tokens"].tolist() == [0] * 4 + [1] * 4 + [7] * 2
         assert (await queue.get([Key("train", 1)], TOKENS))["tokens"].tolist() == [1, 1]
 
     run(scenario())

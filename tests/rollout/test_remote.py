@@ -5,6 +5,7 @@ contracts/.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -119,6 +120,30 @@ def test_a_worker_that_is_killed_ends_its_requests_and_every_call(tmp_path: Path
                 await answer(remote, request(9, (1,), max_tokens=9))
 
     asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_a_pause_comes_to_its_end_whatever_is_under_way() -> None:
+    """Also the first one after a lull, when nothing was heard of the new request yet."""
+    remote = RemoteEngine(
+        InlineGroup([EngineWorker(engine(decoder(), **CONFIG))]), vocab_size=61, max_context=128, capabilities=NATIVE
+    )
+
+    async def scene() -> None:
+        await answer(remote, request(0, (1, 2), max_tokens=9))
+        for number in range(1, 20):
+            async with aclosing(remote.generate(request(number, (1, 2), max_tokens=100))) as stream:
+                first = asyncio.ensure_future(anext(stream))
+                for _ in range(number):
+                    await asyncio.sleep(0)
+                await remote.pause()
+                await remote.resume()
+                await first
+
+    faulthandler.dump_traceback_later(30, exit=True)  # a loop that never gives way hears of no other limit
+    try:
+        asyncio.run(asyncio.wait_for(scene(), 20))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def test_a_failed_step_is_the_error_that_it_would_be_here() -> None:

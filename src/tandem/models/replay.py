@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 OFTEN = 64  # calls after which writing down has paid for itself when there are as many again
+MOST = 12  # records of a function that are kept: one of 24 layers takes 30 to 70 MB
 WRITES = sys.version_info < (3, 14)
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class Replay(Generic[T]):
     def __init__(self, function: Callable[[Sequence[Tensor], T], Tensor]) -> None:
         self._function = function
         self._calls: Counter[Hashable] = Counter()
-        self._written: dict[Hashable, Callable[..., Tensor]] = {}
+        self._written: OrderedDict[Hashable, Callable[..., Tensor]] = OrderedDict()  # the one that ran last stands last
 
     def __call__(self, facts: Hashable, tensors: Sequence[Tensor], leaves: Leaves[T]) -> Tensor:
         """What the function gives. facts: equal only where it takes the same way through its branches."""
@@ -77,6 +78,10 @@ class Replay(Generic[T]):
             if self._calls[key] < OFTEN or not WRITES:
                 return self._function(tensors, leaves.tree)
             written = self._written[key] = self._write(tensors, leaves)
+            del self._calls[key]
+            if len(self._written) > MOST:
+                self._written.popitem(last=False)
+        self._written.move_to_end(key)
         with _jit.optimized_execution(False):
             return written(*tensors, *leaves.tensors)
 

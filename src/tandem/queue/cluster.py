@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -64,7 +67,8 @@ class Books(MemoryQueue):
         self._started: Units | None = None
         self._starting = asyncio.Lock()
         self._turn = asyncio.Lock()  # of those who change which rows are there, and of a save, which reads all of them
-        self._arriving: set[Key] = set()  # places whose rows are on their way to the units
+        self._arriving: dict[int, DataProto] = {}  # whole rows on their way to the units
+        self._numbers = count()
 
     async def units(self) -> Units:
         async with self._starting:
@@ -73,19 +77,25 @@ class Books(MemoryQueue):
             return self._started
 
     async def put(self, rows: DataProto) -> None:
+        """From its first moment on a snapshot has these rows."""
         self._ledger.check_open(rows.keys)
         places = {key.place for key in rows.keys}
-        if twice := places & self._arriving:
+        if twice := places & {key.place for each in self._arriving.values() for key in each.keys}:
             raise QueueError(f"place {min(twice)} is being filled by another put: rows have one producer")
         clock = asyncio.get_running_loop().time
-        began_s = clock()
-        self._arriving |= places
+        began_s, number = clock(), next(self._numbers)
+        self._arriving[number] = rows
+        units = None
         try:
-            await (await self.units()).put(rows)
+            units = await self.units()
+            await units.put(rows)
+            async with self._turn:
+                await super().put(rows.to("meta"))
+                units = None
         finally:
-            self._arriving -= places
-        async with self._turn:
-            await super().put(rows.to("meta"))
+            del self._arriving[number]
+            if units is not None:
+                await units.forget(rows.keys)
         self._note_wait("put", clock() - began_s)
 
     async def write(self, rows: DataProto) -> None:
@@ -102,22 +112,28 @@ class Books(MemoryQueue):
             await (await self.units()).forget(gone)
 
     async def drop(self, places: Collection[Key], reason: str) -> None:
-        async with self._turn:
-            gone = self._ledger.drop(places, reason)
-            self._changed()
-            if gone:
+        """At once; who drops places and puts the rest of their group gives way to no other task between."""
+        gone = self._ledger.drop(places, reason)
+        self._changed()
+        if gone:
+            async with self._turn:
                 await (await self.units()).forget(gone)
 
     async def save(self, directory: Path) -> None:
         """Fetches all rows; then it blocks while it writes, and gives way to no other task between the write and its return."""
         async with self._turn:
-            units, shapes = await self.units(), self._ledger.blocks
-            whole = [await units.get(block) for block in shapes]
-            self._ledger.store(whole)
+            units = await self.units()
+            whole = [await units.get(block) for block in self._ledger.blocks]
+            ledger, self._ledger = self._ledger, deepcopy(self._ledger)
+            there = {key for block in ledger.blocks for key in block.keys}
+            self._ledger.store([block.by_keys([key for key in block.keys if key in there]) for block in whole])
+            for rows in self._arriving.values():
+                with suppress(QueueError):  # dropped meanwhile: so will their put find
+                    self._ledger.put(rows)
             try:
                 await super().save(directory)
             finally:
-                self._ledger.store(shapes)
+                self._ledger = ledger
 
     async def restore(self, snapshot: str, directory: Path | None, policy: PolicyRef | None = None) -> None:
         async with self._turn:

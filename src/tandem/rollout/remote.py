@@ -242,7 +242,7 @@ class RemoteEngine:
             self._live.clear()
         finally:
             del self._tasks[name]
-            self._heard.set()
+            self._tell()
 
     async def _send(self) -> None:
         """What gathers while a message is on its way goes with the next one."""
@@ -261,8 +261,12 @@ class RemoteEngine:
                 chunks.put_nowait(what)
                 if isinstance(what, TandemError) or what.stop is not None:
                     del self._live[number]
-            self._heard.set()
-            self._heard = asyncio.Event()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Whoever waits for what is heard looks again, once."""
+        self._heard.set()
+        self._heard = asyncio.Event()
 
     async def _until_heard(self, num_said: int) -> None:
         """What was said before has arrived, as far as anybody waits for it."""
