@@ -70,13 +70,19 @@ def _ray() -> tuple[RayCluster, WorkerGroup]:
     return runtime, group
 
 
+_SERVERS = 8  # that are open at once, since calls of each wait in the actor; more than one test uses
+_servers: list[RayQueueServer] = []
+
+
 def served_by_ray(make: Callable[[], TransferQueue], where: Callable[[RayQueueServer], RayQueueClient]) -> ByRay:
     runtime, group = _ray()
 
     async def serve() -> TransferQueue:
         queue = make()
-        if isinstance(queue, ClusterQueue):
-            return RowsApart(where(await RayQueueServer(queue.books, runtime).__aenter__()))
-        return where(await RayQueueServer(queue, runtime).__aenter__())
+        server = RayQueueServer(queue.books if isinstance(queue, ClusterQueue) else queue, runtime)
+        _servers.append(await server.__aenter__())
+        if len(_servers) > _SERVERS:
+            await _servers.pop(0).__aexit__(None, None, None)
+        return RowsApart(where(server)) if isinstance(queue, ClusterQueue) else where(server)
 
     return ByRay(group, asyncio.run_coroutine_threadsafe(serve(), owner()).result(10))
