@@ -16,6 +16,10 @@ from tandem.weights import OpenedWeights, WeightShard
 SIZE = 1 << 16
 TOTAL = 100
 
+# Its server has no threads and no other library's state, which a fork of this process would take along.
+_forks = mp.get_context("forkserver")
+_forks.set_forkserver_preload(["tandem.checkpoint.shared_memory"])
+
 
 def pieces(number: int) -> list[WeightShard]:
     return [WeightShard(name, (SIZE,), (0,), torch.full((SIZE,), float(number))) for name in ("first", "second")]
@@ -48,7 +52,7 @@ def read(reader: MemoryReader, number: int, pause_s: float) -> tuple[list[float]
 
 def started(waits: bool) -> tuple[mp.process.BaseProcess, Connection, MemoryReader]:
     here, there = mp.Pipe()
-    process = mp.get_context("fork").Process(target=write, args=(there,), kwargs={"waits": waits}, daemon=True)
+    process = _forks.Process(target=write, args=(there,), kwargs={"waits": waits}, daemon=True)
     process.start()
     return process, here, MemoryReader((here.recv(),))
 

@@ -13,6 +13,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -211,9 +212,10 @@ class Runtime(ABC):
     def __init__(self, pools: Mapping[str, Pool[Any]], spare: Collection[str] = ()) -> None:
         self._pools, self._spare = pools, frozenset(spare)
         self._complete = False
+        self._dead: list[str] = []  # names of pools, in the order in which they died
         self._died = asyncio.Event()
-        for pool in pools.values():
-            pool.died = self._look
+        for name, pool in pools.items():
+            pool.died = partial(self._note, name)
         self._declared: list[tuple[PoolGroup, str, tuple[object, ...]]] = []
 
     @property
@@ -221,11 +223,11 @@ class Runtime(ABC):
         """Who died first that nobody ended and nobody can do without, how, and the end of its log, as sentences; "" where none did.
         Also after the end.
         """
-        deaths = {name: pool.death for name, pool in self._pools.items()}
-        spare = [deaths.pop(name) for name in self._spare] if self._complete else []
-        return next(filter(None, deaths.values()), "") or (spare[0] if spare and all(spare) else "")
+        spare = self._spare if self._complete and not self._spare <= set(self._dead) else frozenset[str]()
+        return next((self._pools[name].death for name in self._dead if name not in spare), "")
 
-    def _look(self) -> None:
+    def _note(self, name: str) -> None:
+        self._dead.append(name)
         if self.death:
             self._died.set()
 
