@@ -104,9 +104,12 @@ class Pool(ABC, Generic[M]):
         left = await self._kill()
         peers = ", and its peers were ended" if len(self) > 1 else ""
         went, log = f"{how}{peers}{left}", await member.log_end()
-        self.death = f"{member} of pool {self._name} {went}. {log}"
-        self.died()
+        self._note(f"{member} of pool {self._name} {went}. {log}")
         self._ended.set_result(f"{member} {went}. {log}")
+
+    def _note(self, death: str) -> None:
+        self.death = death
+        self.died()
 
     async def join(self) -> None:
         """The ranks meet for collectives, once; what they met at stays, since new process groups of theirs meet there too."""
