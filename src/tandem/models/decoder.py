@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from tandem.errors import EngineError
 from tandem.models import numerics
 from tandem.models.language_model import LanguageModel
-from tandem.models.numerics import KEYS, QUERIES, ROWS, Packed, padded
+from tandem.models.numerics import KEYS, QUERIES, ROWS, Packed, in_dtype, padded
 from tandem.models.prefixes import Prefixes, causal_bias, output_places, prefixes
 from tandem.models.projections import Apart, LayerWeights, Linear
 from tandem.models.replay import Leaves, Replay
@@ -127,7 +127,7 @@ class Projection(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
     def linear(self, dtype: torch.dtype) -> Linear:
-        return Linear(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        return Linear(in_dtype(self.weight, dtype), None if self.bias is None else in_dtype(self.bias, dtype))
 
 
 class _Norm(nn.Module):
@@ -138,7 +138,7 @@ class _Norm(nn.Module):
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
         """What a norm multiplies with, in float32: the weight, of values that `dtype` holds, and the offset."""
-        weight = self.weight.to(dtype).float()
+        weight = in_dtype(in_dtype(self.weight, dtype), torch.float32)
         return weight + self.offset if self.offset else weight
 
 
@@ -189,15 +189,16 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, cached: LayerWeights | None = None) -> Tensor:
         """[M, D] from x [M, D] and the positions' cos and sin [M, 1, d]; `cached` is what `weights` gave before."""
         c, eps, dtype, w = self.config, self.config.rms_eps, self.dtype, cached or self.weights()
-        qk, v = w.qk_v(numerics.rms_norm(x, w.attention_norm, eps).to(dtype))
-        qk = qk.float().view(-1, c.num_heads + c.num_kv_heads, c.head_dim)
+        qk, v = w.qk_v(in_dtype(numerics.rms_norm(x, w.attention_norm, eps), dtype))
+        qk = in_dtype(qk, torch.float32).view(-1, c.num_heads + c.num_kv_heads, c.head_dim)
         if w.qk_norm is not None:
             qk = numerics.rms_norm(qk, w.qk_norm, eps)
         if self.index not in c.unrotated:
             qk = numerics.rotate(qk, cos, sin)
         q, k = qk.split_with_sizes((c.num_heads, c.num_kv_heads), 1)
-        x = x + w.o(attend(self.index, q, k.to(dtype).float(), v.float()).to(dtype))
-        gates, up = w.gate_up(numerics.rms_norm(x, w.mlp_norm, eps).to(dtype))
+        k = in_dtype(in_dtype(k, dtype), torch.float32)
+        x = x + w.o(in_dtype(attend(self.index, q, k, in_dtype(v, torch.float32)), dtype))
+        gates, up = w.gate_up(in_dtype(numerics.rms_norm(x, w.mlp_norm, eps), dtype))
         return x + w.down(numerics.gate(gates, up, c.activation))
 
 
@@ -424,11 +425,16 @@ class Decoder(LanguageModel):
         own, asked = room.narrow(2, 0, G), room.flatten(0, 1).split_with_sizes([window[0].shape[0] for window in windows])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys[layer].put_(key_places, k.to(keys[layer].dtype))
-            values[layer].index_copy_(0, value_places, v.reshape(-1, d).to(values[layer].dtype))
+            keys[layer].put_(key_places, in_dtype(k, keys[layer].dtype))
+            values[layer].index_copy_(0, value_places, in_dtype(v.reshape(-1, d), values[layer].dtype))
             numerics.scaled(q.view(-1, K, G, d), own)
             found = [
-                numerics.attended(queries, window[1 + layer].float(), window[1 + L + layer].float(), window[0])
+                numerics.attended(
+                    queries,
+                    in_dtype(window[1 + layer], torch.float32),
+                    in_dtype(window[1 + L + layer], torch.float32),
+                    window[0],
+                )
                 for queries, window in zip(asked, windows, strict=True)
             ]
             out = found[0] if len(found) == 1 else torch.cat(found)
@@ -447,7 +453,7 @@ class Decoder(LanguageModel):
         """All layers and the final norm, [M, D], for tokens and positions int64 [M]."""
         layers = cast("list[_Layer]", list(self.model.layers))
         weights = cached or Weights(self.model.embed_tokens.weight, [None] * len(layers), self.model.norm.rounded(torch.float32))
-        cos, sin = (table.index_select(0, positions)[:, None] for table in (self.cos, self.sin))
+        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in (self.cos, self.sin))
         x = F.embedding(tokens, weights.embedding)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
@@ -460,7 +466,7 @@ class Decoder(LanguageModel):
                 )
             else:
                 x = layer(x, cos, sin, attend, of_layer)
-        return numerics.rms_norm(x, weights.norm, self.config.rms_eps).to(self.dtype)
+        return in_dtype(numerics.rms_norm(x, weights.norm, self.config.rms_eps), self.dtype)
 
     def _check(self, rows: int, length: int, cache: KVCache | None) -> None:
         if length > self.config.max_positions:

@@ -66,6 +66,11 @@ def padded(count: int, multiple: int) -> int:
     return max(-(-count // multiple), 1) * multiple
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in this dtype, and where it is in it no operation at all: a record of a decode step would have one."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def choices(rows: int, width: int, windows: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
     """What decides which operations the functions here run without gradient: they are the same where this is equal.
 
@@ -328,7 +333,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         turned = x.roll(x.shape[-1] // 2, -1)
     else:  # several times as fast, and the same numbers at the same places
-        turned = x.flatten(-2).index_select(-1, _halves_changed(*map(int, x.shape[-2:]))).view(x.shape)
+        heads, size = map(int, x.shape[-2:])
+        turned = x.flatten(-2).index_select(-1, _halves_changed(heads, size)).view(-1, heads, size)
     return (x * cos).add_(turned.mul_(sin))
 
 
