@@ -7,8 +7,8 @@ Both load the same 1.25M-parameter Qwen2 model with random weights, sample at te
 the ratio and step AdamW on the token mean, in float32. TRL runs its GRPOTrainer (no gradient checkpointing, no autocast, no
 KL), and a step of Tandem's own loop (recipe, engine, queue, plan, learner, publish, trackers) runs after each of its steps. The
 lengths of the answers are forced on both sides and are the same: TRL's by a logits processor that allows the end token in its
-place, Tandem's by an agent that asks for so many tokens. Judging in Tandem is the work of other processes, whose CPU time is
-counted too.
+place, Tandem's by an agent that asks for so many tokens and scores the answer. CPU time of Tandem's other processes, if it has
+any, is counted too.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def recipe_file(case: Case, model: Path, directory: Path, steps: int) -> Path:
         "model": {"path": str(model), "template": str(template)},
         "data": {"train": {"path": str(data)}},
         "agent": f"{Path(__file__)}:Forced",
-        "reward": {"function": "environment", "workers": 1},
+        "reward": {"function": "environment"},
         "algorithm": {"name": "grpo", "aggregation": "token-mean"},
         "rollout": {"groups_per_step": case.prompts, "group_size": case.group},
         "engine": {"slots": case.rows, "max_context": case.prompt_tokens + case.longest},
@@ -228,7 +228,7 @@ def measured(case: Case, model: Path, steps: int) -> dict[str, Any]:
         directory = Path(name)
         run = opened(case, model, directory, steps + 3)
         pause, task = runner.run(run.__aenter__())
-        children = psutil.Process().children(recursive=True)  # who judge
+        children = psutil.Process().children(recursive=True)
 
         class Turns(transformers.TrainerCallback):
             def on_train_begin(self, *_: Any, **__: Any) -> None:

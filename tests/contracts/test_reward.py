@@ -11,6 +11,7 @@ from tandem.data_proto import DataProto
 from tandem.ports import Collect, Dispatch, Reward, register
 from tandem.rewards.config import JudgeConfig, RewardConfig
 from tandem.rewards.fake import FakeReward
+from tandem.rewards.here import HereReward
 from tandem.rewards.judge import JudgeReward
 from tandem.rewards.model import ModelReward
 from tandem.rewards.remote import RemoteReward
@@ -29,6 +30,7 @@ GRADED = "Is {reference} the same as {answer}?"
 REWARDS: dict[str, Make] = {
     "fake": lambda _: FakeReward(),
     "function": lambda _: FunctionReward(RewardConfig(function="exact_match")),
+    "here": lambda _: HereReward(RewardConfig(function="exact_match")),
     "remote": lambda url: RemoteReward(RewardConfig(url=url)),
     "model": lambda _: ModelReward(FakeGroup(LastToken(right=1.0))),
     "judge": lambda url: JudgeReward(RewardConfig(judge=JudgeConfig(url, "m", GRADED))),
@@ -37,6 +39,7 @@ REWARDS: dict[str, Make] = {
 FAILING: dict[str, Make] = {
     "fake": lambda _: FakeReward(lambda _: None),
     "function": lambda _: FunctionReward(RewardConfig(function="tests.rewards.user_functions:reads")),
+    "here": lambda _: HereReward(RewardConfig(function="tests.rewards.user_functions:reads")),
     "remote": lambda url: RemoteReward(RewardConfig(url=url, limit_s=0.2)),
     "model": lambda _: ModelReward(FakeGroup(LastToken(right=math.nan, wrong=math.inf))),
     "judge": lambda url: JudgeReward(RewardConfig(judge=JudgeConfig(url, "m", "{answer}"))),

@@ -104,6 +104,14 @@ def judge(function: RewardFunction, name: str, task: Task, group: Sequence[Episo
         return "failed", f"the reward function raised {type(error).__name__}: {error}".strip().split("\n")[0] + _where(error)
 
 
+def results(answer: Answer, count: int) -> Sequence[RewardResult]:
+    """What the answer to a group of so many episodes says of them. Raises RewardError where the function broke its contract."""
+    kind, content = answer
+    if kind == "broken":
+        raise RewardError(content)
+    return content if kind == "results" else [RewardResult.failed(content, raised=True)] * count
+
+
 def _where(error: BaseException) -> str:
     """For whoever wrote the function: the last line of its own file, and the one that raised, where that is in another."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -52,7 +52,8 @@ class _JudgedBy:
     """One of function, a built-in's short name, "package.module:function" or "path/file.py:function"; url, a service over HTTP;
     and judge, a language model.
 
-    workers: groups judged at the same time, or calls of a judge; null is 2 processes of a function, 32 calls over HTTP. limit_s:
+    workers: groups judged at the same time, or calls of a judge; null is 2 processes of a function (`environment` has
+    none: it is called where the loop runs), 32 calls over HTTP. limit_s:
     seconds for one group, or one answer of a judge, after which a function's worker is killed and a call is not tried again.
     try_limit_s: seconds for one try of a call; null is a third of limit_s. per_minute: calls over HTTP that begin in a minute,
     evenly spaced. key_env: name of the environment variable with the secret that is sent as bearer token. params: further

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from tandem.errors import RewardError
-from tandem.rewards.child import HEADER, Answer
+from tandem.rewards.child import HEADER, Answer, results
 from tandem.rewards.config import PartConfig, RewardConfig
 from tandem.rewards.patience import within
 from tandem.rewards.replay import Journal, recorded, replayed
@@ -67,7 +67,7 @@ class FunctionReward:
         async with self._places:
             worker = self._idle.pop() if self._idle else await self._worker()
             try:
-                kind, content = await worker.ask(message, self._config.limit_s)
+                answer = await worker.ask(message, self._config.limit_s)
             except _LostError as lost:
                 await self._end(worker)
                 failed = RewardResult.failed(f"reward function {self._function!r} {lost}")
@@ -76,9 +76,7 @@ class FunctionReward:
                 await self._end(worker)
                 raise
             self._idle.append(worker)
-        if kind == "broken":
-            raise RewardError(content)
-        return content if kind == "results" else [RewardResult.failed(content, raised=True)] * len(group)
+        return results(answer, len(group))
 
     async def close(self) -> None:
         for worker in tuple(self._workers):
