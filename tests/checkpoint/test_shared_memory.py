@@ -12,13 +12,10 @@ import torch
 from tandem.checkpoint.shared_memory import MemoryReader, MemorySender, SharedMemory
 from tandem.errors import EngineError
 from tandem.weights import OpenedWeights, WeightShard
+from tests.forks import FORKS
 
 SIZE = 1 << 16
 TOTAL = 100
-
-# Its server has no threads and no other library's state, which a fork of this process would take along.
-_forks = mp.get_context("forkserver")
-_forks.set_forkserver_preload(["tandem.checkpoint.shared_memory"])
 
 
 def pieces(number: int) -> list[WeightShard]:
@@ -52,7 +49,7 @@ def read(reader: MemoryReader, number: int, pause_s: float) -> tuple[list[float]
 
 def started(waits: bool) -> tuple[mp.process.BaseProcess, Connection, MemoryReader]:
     here, there = mp.Pipe()
-    process = _forks.Process(target=write, args=(there,), kwargs={"waits": waits}, daemon=True)
+    process = FORKS.Process(target=write, args=(there,), kwargs={"waits": waits}, daemon=True)
     process.start()
     return process, here, MemoryReader((here.recv(),))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from tandem import faults
 from tandem.cli import Invocation, run
+from tests.forks import FORKS
 
 RECIPE = """
 model:
@@ -39,10 +39,6 @@ snapshots: {keep_last: 2}
 logs: []
 """
 """Calls are short, rewards are rare, and every part of a run is there: two phases, mini-batches, snapshots, evaluation."""
-
-# A server that has the heavy imports behind it forks each run in a moment, and has no threads that a fork would break.
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tandem.launch", "torch._dynamo", "matplotlib.figure", "plotext"])
 
 
 REWARD = """
@@ -95,7 +91,7 @@ def started(
     arguments: Sequence[str], log: Path, environment: Mapping[str, str], before: Callable[[], None] | None = None
 ) -> ForkServerProcess:
     """The same while it goes on; a log that is a pipe is waited for until somebody reads it."""
-    process = _forks.Process(target=_child, args=(list(arguments), str(log), dict(environment), before))
+    process = FORKS.Process(target=_child, args=(list(arguments), str(log), dict(environment), before))
     process.start()
     return process
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -26,13 +25,11 @@ from tandem.queue.encoding import decode, encode
 from tandem.queue.log import Log
 from tandem.queue.memory import MemoryQueue, QueueConfig
 from tandem.types import GroupKey, Key, PolicyRef
+from tests.forks import FORKS
 
 LEARNER = Consumer("learner")
 TOKENS = frozenset({"tokens"})
 GROUPS = 6
-
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tandem.queue.durable"])
 
 
 def group(ordinal: int) -> GroupKey:
@@ -114,7 +111,7 @@ async def consume(queue: DurableQueue, consumed: list[int], directory: Path) -> 
 
 
 def forked(target: Callable[..., None], *arguments: Any, crash_at: str = "") -> int | None:
-    process = _forks.Process(target=_child, args=(target, arguments, crash_at))
+    process = FORKS.Process(target=_child, args=(target, arguments, crash_at))
     process.start()
     process.join(60)
     return process.exitcode
