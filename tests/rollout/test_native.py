@@ -46,7 +46,7 @@ def test_a_group_is_prefilled_once() -> None:
     rollout = engine(MODEL)
     asked = [request(0, (1, 2, 3, 4, 5), member=i, max_tokens=4) for i in range(6)] + [request(1, (7, 8, 9), max_tokens=4)]
     got = run(rollout, asked)
-    assert rollout.metrics()["prefill_tokens"].value == 4 + 2  # the last prompt token belongs to the first decode step
+    assert rollout.metrics()["prefill_tokens"].value == 5 + 3  # all are new: the last prompt token belongs to it, too
     assert len({tuple(one.tokens) for one in got[:6]}) > 1
     for one, alone in zip(got, asked, strict=True):
         assert run(engine(MODEL), [alone])[0] == one
@@ -55,7 +55,7 @@ def test_a_group_is_prefilled_once() -> None:
 def test_a_member_that_comes_later_shares_with_one_that_runs() -> None:
     rollout = engine(MODEL, slots=2)
     run(rollout, [request(0, (1, 2, 3, 4, 5), member=i, max_tokens=4 + i) for i in range(7)])
-    assert rollout.metrics()["prefill_tokens"].value == 4
+    assert rollout.metrics()["prefill_tokens"].value == 5
 
 
 @pytest.mark.parametrize("prefill_tokens", [1, 20, 8192])
@@ -65,7 +65,7 @@ def test_prompts_of_all_lengths(prefill_tokens: int) -> None:
     rollout = engine(MODEL, prefill_tokens=prefill_tokens)
     got = run(rollout, asked)
     assert got == [run(engine(MODEL), [one])[0] for one in asked]
-    assert rollout.metrics()["prefill_tokens"].value == sum(3 * i for i in range(8))
+    assert rollout.metrics()["prefill_tokens"].value == sum(1 + 3 * i for i in range(8))
 
 
 def test_rows_that_move_together_take_all_of_their_caches_along() -> None:
@@ -91,11 +91,11 @@ def test_a_step_costs_what_its_live_rows_cost(monkeypatch: pytest.MonkeyPatch) -
     rollout = engine(MODEL, slots=4)
     asked = [request(i, (1, 2 + i), max_tokens=length) for i, length in enumerate(lengths)]
     got = run(rollout, asked)
-    assert sizes == [4, 4, 4, 4, 4, 4, 3, 2, 1]  # the last two enter after steps 2 and 3
+    assert sizes == [4, 4, 4, 4, 4, 3, 2, 1]  # after a first step, which is a prefill; the last two enter after steps 2 and 3
     metrics = rollout.metrics()
     assert metrics["sampled_tokens"].value == sum(lengths)
-    assert metrics["steps"].value == len(sizes)
-    assert metrics["live_rows"].value == sum(sizes) / len(sizes)
+    assert metrics["steps"].value == 1 + len(sizes)
+    assert metrics["live_rows"].value == (4 + sum(sizes)) / (1 + len(sizes))
     assert got == [run(engine(MODEL), [one])[0] for one in asked]
     assert rollout.metrics()["steps"].value == 0  # read once
 

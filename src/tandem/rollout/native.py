@@ -6,7 +6,8 @@ Running requests sit in slots 0 to n - 1 without gaps, so a step costs what its 
              before short ones where the short would read much of their window in vain
     fill     keys and values of all tokens but the last are written for new rows; requests with equal prompts share
              one prefill, also with a request that is running already
-    decode   every row's last token goes through the decoder, and the next is sampled from what comes out
+    decode   every row's last token goes through the decoder, unless all rows are new: then it was filled with the others
+    sample   the next token of every row, from what came out
     deliver  chunks of rows that ended or have `chunk_tokens` undelivered tokens
 
 The decoder, its heads and its numerics come from models/, so logprobs equal the trainer's bit for bit where the
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from tandem.errors import ConfigError
 from tandem.faults import crash_point
@@ -140,10 +142,12 @@ class NativeEngine(SteppingEngine):
             sizes = self._decoder.config, self.config.slots, self.config.max_context
             self._cache, self._spent = self._spent.emptied() if self._spent else KVCache(*sizes), None
             new = list(range(len(self._seats)))
-        self._fill(self._cache, new)
-        self._sort()
+        hidden = self._fill(self._cache, new)
+        if hidden is None:
+            self._sort()
         rows = self._table[: len(self._seats)]
-        hidden = self._decoder.decode(torch.from_numpy(rows["token"]), torch.from_numpy(rows["position"]), self._cache)
+        if hidden is None:
+            hidden = self._decoder.decode(torch.from_numpy(rows["token"]), torch.from_numpy(rows["position"]), self._cache)
         logprobs = next_logprobs(self._decoder, hidden, torch.from_numpy(rows["temperature"]), self._cache)
         draws = torch.from_numpy(uniforms(rows["base"], rows["position"] + 1))
         choices = Choices(*(torch.from_numpy(rows[name]) for name in _CHOICES)) if rows["chooses"].any() else None
@@ -207,11 +211,14 @@ class NativeEngine(SteppingEngine):
         self._stop_ids[slot] = -1
         self._stop_ids[slot, :num] = params.stop_ids
 
-    def _fill(self, cache: KVCache, slots: list[int]) -> None:
-        """Writes keys and values of all tokens but the last of the requests in `slots`; the others are written."""
+    def _fill(self, cache: KVCache, slots: list[int]) -> Tensor | None:
+        """Writes keys and values of all tokens but the last of the requests in `slots`; the others are written.
+
+        Where `slots` are all requests, the last tokens are read, too, and what `decode` would give for them is given: [n, D].
+        """
         if not slots:
-            return
-        inside = set(slots)
+            return None
+        inside, whole = set(slots), len(slots) == len(self._seats)
         owners = {stream.prompt: slot for slot, stream in enumerate(self._seats) if stream is not None and slot not in inside}
         read: list[int] = []
         copies: list[tuple[int, int, int]] = []
@@ -220,26 +227,37 @@ class NativeEngine(SteppingEngine):
             assert stream is not None
             begun = len(stream.tokens) > len(stream.request.tokens)
             if not begun and stream.prompt in owners:
-                copies.append((owners[stream.prompt], slot, len(stream.tokens) - 1))
+                copies.append((owners[stream.prompt], slot, len(stream.tokens) - (not whole)))
             else:
                 owners.setdefault(stream.prompt, slot)
                 read.append(slot)
-        self._prefill(cache, read)
+        order, hidden = self._prefill(cache, read, whole)
         if copies:
             sources, targets, lengths = zip(*copies, strict=True)
             cache.copy(torch.tensor(sources), torch.tensor(targets), max(lengths))
+        if not whole:
+            return None
+        place = {slot: place for place, slot in enumerate(order)}
+        place |= {target: place[source] for source, target, _ in copies}
+        return torch.cat(hidden).index_select(0, torch.tensor([place[slot] for slot in range(len(slots))]))
 
-    def _prefill(self, cache: KVCache, slots: list[int]) -> None:
-        """In calls of rows of similar length, the longest first."""
-        rows = [(slot, stream.tokens[:-1]) for slot in slots if (stream := self._seats[slot]) and len(stream.tokens) > 1]
-        rows.sort(key=lambda row: -len(row[1]))
+    def _prefill(self, cache: KVCache, slots: list[int], whole: bool) -> tuple[list[int], list[Tensor]]:
+        """In calls of rows of similar length, the longest first: the slots in this order, and of each the last hidden state.
+
+        whole: with the last token of each.
+        """
+        rows = [(slot, stream.tokens[: len(stream.tokens) - (not whole)]) for slot in slots if (stream := self._seats[slot])]
+        rows = sorted((row for row in rows if row[1]), key=lambda row: -len(row[1]))
+        order, hidden = [slot for slot, _ in rows], list[Tensor]()
         while rows:
             width = len(rows[0][1])
             num = max(1, self.config.prefill_tokens // width)
             part, rows = rows[:num], rows[num:]
             tokens = torch.tensor([row + [0] * (width - len(row)) for _, row in part])
-            self._decoder.prefill(tokens, cache, torch.tensor([slot for slot, _ in part]))
+            states = self._decoder.prefill(tokens, cache, torch.tensor([slot for slot, _ in part]))
+            hidden.append(states[torch.arange(len(part)), torch.tensor([len(row) - 1 for _, row in part])])
             self._counts["prefill_tokens"] += sum(len(row) for _, row in part)
+        return order, hidden
 
     def _record(self, rows: npt.NDArray[np.void], tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> None:
         """Notes one new token a row; ends and delivers what is due."""
