@@ -53,10 +53,10 @@ from tandem.checkpoint.rank import RankWeights
 from tandem.checkpoint.shared_memory import SharedMemory
 from tandem.checkpoint.transport import Reader, Sender, Transport
 from tandem.models.decoder import init_decoder
-from tandem.rollout.weights import scatter, wire_hash
+from tandem.rollout.weights import room, scatter, wire_hash
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
-from tandem.weights import BlockHash, SentWeights, WeightBlock, WeightLayout, WeightShard, WeightSpec
+from tandem.weights import BlockHash, SentWeights, WeightBlock, WeightLayout, WeightShard, WeightSpec, nowhere
 
 WIRE, WIDTH, TENSORS, BUCKET_BYTES, LIMIT_S = torch.bfloat16, 1024, 288, 16 << 20, 120.0
 LINK_BYTES_S = 1e9 / 8
@@ -133,7 +133,7 @@ def reading(reader: Reader, blocks: Sequence[WeightBlock], *, aliases: bool) -> 
 
     def do(job: tuple[int, bool]) -> str:
         number, hashed = job
-        for piece in reader.source(number).shards():
+        for piece in reader.source(number).shards(nowhere if aliases else room(held)):
             if isinstance(piece, WeightShard) and aliases:
                 held[piece.name] = piece.tensor
             else:
@@ -299,10 +299,10 @@ class Paced(device.Broadcasts):
 
     _free_s = 0.0
 
-    def start(self, tensor: Tensor, root: int) -> Callable[[], None]:
+    def start(self, tensor: Tensor) -> Callable[[], None]:
         self._free_s = max(self._free_s, time.monotonic()) + tensor.nbytes / LINK_BYTES_S
         time.sleep(max(0.0, self._free_s - time.monotonic()))
-        return super().start(tensor, root)
+        return super().start(tensor)
 
 
 def steps(rate: float, count: int) -> list[dict[str, Tensor]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast
@@ -225,15 +226,16 @@ def group_apart(limit_s: float) -> dist.ProcessGroup:
 
 
 class Broadcasts:
-    """A group of its own for broadcasts on tensors of `device`'s kind, whatever other groups these processes are in.
+    """A group of its own in which rank 0 sends tensors of `device`'s kind to all others, whatever other groups there are.
 
-    The ranks meet at a store that `open_store` serves; name: of the group, which no other there has had.
+    The ranks meet at a store that `open_store` serves; name: of the group, which no other there has had. On the host each rank
+    hands on to the next one what it got, so that none sends anything twice; gloo's own broadcasts cost more the smaller they are.
     """
 
     def __init__(self, device: Device, name: str, rank: int, size: int, meet: Address, limit_s: float) -> None:
         """Raises StalledError where the ranks are not all there within `limit_s`, which later limits every broadcast too."""
         limit = timedelta(seconds=limit_s)
-        self._who = f"rank {rank} of {size} in {name!r}"
+        self._who, self._rank, self._size = f"rank {rank} of {size} in {name!r}", rank, size
         try:
             store = PrefixStore(name, TCPStore(meet.host, meet.port, is_master=False, timeout=limit))
             store.set_timeout(limit)
@@ -243,20 +245,40 @@ class Broadcasts:
             )  # the stubs know less than there is
         except (dist.DistError, RuntimeError) as error:
             raise StalledError(f"{self._who} did not meet the others in {limit_s:g} s: {error}") from error
+        self._tags = cycle(range(1 << 20))
+        self._begin = self._broadcast if device.kind == "cuda" else self._hand_on
 
-    def start(self, tensor: Tensor, root: int) -> Callable[[], None]:
-        """Begins to send `tensor` from rank `root` into that of all others; call what it returns to wait for the end.
+    def start(self, tensor: Tensor) -> Callable[[], None]:
+        """Begins to send the contiguous `tensor` from rank 0 into that of all others; call what it returns to wait for the end.
 
-        Raises StalledError, here or there, where another rank does not come in time, or went away.
+        All ranks start the same ones in the same order. Raises StalledError, here or there, where
+        another rank does not come in time, or went away.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank = root
+        if not tensor.numel():
+            return lambda: None
         with self._meeting():
-            work: dist.Work = cast("Any", self._group).broadcast([tensor], options)
+            end = self._begin(tensor)
 
         def wait() -> None:
             with self._meeting():
-                work.wait()
+                end()
+
+        return wait
+
+    def _broadcast(self, tensor: Tensor) -> Callable[[], object]:
+        work: dist.Work = cast("Any", self._group).broadcast([tensor], dist.BroadcastOptions())
+        return work.wait
+
+    def _hand_on(self, tensor: Tensor) -> Callable[[], object]:
+        tag = next(self._tags)
+        if self._rank == 0:
+            return self._group.send([tensor], 1, tag).wait
+        coming = self._group.recv([tensor], self._rank - 1, tag)
+
+        def wait() -> None:
+            coming.wait()
+            if self._rank + 1 < self._size:
+                self._group.send([tensor], self._rank + 1, tag).wait()
 
         return wait
 

@@ -35,7 +35,18 @@ from tandem.types import (
     Stop,
     Task,
 )
-from tandem.weights import Held, OpenedWeights, SentWeights, WeightBlock, WeightLayout, WeightPart, WeightPiece, WeightShard
+from tandem.weights import (
+    Held,
+    OpenedWeights,
+    Room,
+    SentWeights,
+    WeightBlock,
+    WeightLayout,
+    WeightPart,
+    WeightPiece,
+    WeightShard,
+    nowhere,
+)
 
 Place = Literal["device", "host"]
 """On the host nothing is computed or sampled; optimiser state, weights (unless another engine reads them) and caches leave the
@@ -48,15 +59,16 @@ device, if that is not the CPU. `place` gives the bytes that lie on the device t
 class WeightSource(Protocol):
     """What a rollout engine loads from. shared: the engine already reads this storage, so nothing has to move.
 
-    blocks: which numbers will come, or come changed. shards: once; a piece is there until the next one is asked for. Both may wait
-    for another process, and block; RunError for what did not come as it was sent.
+    blocks: which numbers will come, or come changed. shards: once; a piece is there until the next one is asked for. A source may
+    write whole blocks to where `room` says instead, and gives no pieces of these. Both may wait for another process, and block;
+    RunError for what did not come as it was sent.
     """
 
     @property
     def shared(self) -> bool: ...
     @property
     def blocks(self) -> Sequence[WeightBlock]: ...
-    def shards(self) -> Iterator[WeightPiece]: ...
+    def shards(self, room: Room = nowhere) -> Iterator[WeightPiece]: ...
 
 
 # ----------------------------------------------------------------------------------------------------- engines

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 T = TypeVar("T")
 
-_AHEAD = 8
+_AHEAD = 16
 AT_ONCE = 1 << 18
 """Numbers that are cast, copied or compared at a time, so that they lie in a processor's cache when they are hashed."""
 
@@ -98,27 +97,29 @@ class WeightShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightPatch:
-    """Which bytes of a block changed: values[i], uint8 [n], is now the one at positions[i].
+    """Which bytes of a block changed, and what they are now.
 
-    A step of training changes the last byte of most numbers that it changes, and no other. So bytes are counted plane by plane: the
-    last one of every number, row by row, then the last but one of every number, and so on. gaps: uint8 [n], how many are passed
-    over before each; where more lie between two changes than that can say, bytes that did not change are among the values.
+    A step of training changes the last byte of most numbers that it changes, and no other. So bytes are told plane by plane: first
+    the last ones of the numbers that changed, in the order of the numbers; then the last but one of those among these numbers where
+    that changed too, and so on. gaps: uint8 [n], from each to the next: counted in numbers of the block for the first plane, and in
+    entries of the first plane for the others; values: uint8 [n]. Every plane begins with a gap of 1 from before its first place and
+    ends with its last place. Where two changes lie farther apart than 255, bytes that did not change are among the values.
     """
 
     block: WeightBlock
     gaps: Tensor
     values: Tensor
 
-    @property
-    def positions(self) -> Tensor:
-        """int64 [n], of the block's bytes as they lie in memory, little-endian."""
-        counted = (self.gaps.long() + 1).cumsum(0) - 1
-        numel, width = self.block.numel, self.block.dtype.itemsize
-        planes = torch.arange(width + 1, device=counted.device) * numel
-        starts = cast("list[int]", torch.searchsorted(counted, planes).tolist())
-        for plane, (start, end) in enumerate(pairwise(starts)):
-            counted[start:end].sub_(plane * numel).mul_(width).add_(plane)
-        return counted
+    def planes(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each byte of a number, the last one first: which numbers, int64, and what it is of each, uint8."""
+        counted, before = self.gaps.cumsum(0) - 1, self.block.numel
+        start = int(torch.searchsorted(counted, before))
+        numbers = counted[:start]
+        yield numbers, self.values[:start]
+        for _ in range(self.block.dtype.itemsize - 1):
+            end = int(torch.searchsorted(counted, before + len(numbers)))
+            yield numbers[counted[start:end] - before], self.values[start:end]
+            start, before = end, before + len(numbers)
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +127,14 @@ class WeightPatch:
 
 
 WeightPiece = WeightShard | WeightPatch
+
+Room = Callable[[WeightBlock], Tensor | None]
+"""Says where the numbers of a block may be written: contiguous memory of its size and dtype, or nowhere."""
+
+
+def nowhere(block: WeightBlock) -> None:
+    """The room for who wants all pieces."""
+    del block
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.checkpoint.encoding import Delta
 from tandem.checkpoint.packing import entry_of, read, write
 from tandem.rollout.weights import scatter
-from tandem.weights import BlockHash, WeightBlock, WeightPatch, WeightPiece, WeightShard, block_hash
+from tandem.weights import AT_ONCE, BlockHash, WeightBlock, WeightPatch, WeightPiece, WeightShard, block_hash
 
 
 def block_of(tensor: Tensor) -> WeightBlock:
@@ -24,6 +24,17 @@ def patch(before: Tensor, after: Tensor) -> WeightPatch:
     found = encoded(delta, after)
     assert isinstance(found, WeightPatch)
     return found
+
+
+def told(found: WeightPatch) -> dict[int, int]:
+    """Each byte's place in the block, and what it is now."""
+    width = found.block.dtype.itemsize
+    planes = enumerate(found.planes())
+    return {
+        int(number) * width + byte: int(value)
+        for byte, (numbers, values) in planes
+        for number, value in zip(numbers, values, strict=True)
+    }
 
 
 def encoded(delta: Delta, tensor: Tensor, *, whole: bool = False) -> WeightPiece:
@@ -76,8 +87,7 @@ def test_bits_are_compared_and_not_numbers() -> None:
     after = before.clone()
     after[0] = -0.0
     found = patch(before, after)
-    changed = found.values[found.positions == 3]
-    assert changed.tolist() == [0x80], "the first byte of the first number, which lies last"
+    assert told(found)[3] == 0x80, "the first byte of the first number, which lies last"
 
 
 @pytest.mark.parametrize("places", [[0], [255], [256], [257], [511, 512], [3, 200_000], [199_999, 299_999], [131_072, 262_144]])
@@ -86,8 +96,9 @@ def test_far_changes_are_bridged_by_bytes_that_did_not_change(places: list[int])
     after = before.clone()
     after[places] = 1  # 0x3f80: two bytes of the four
     found = patch(before, after)
-    assert {4 * place + byte for place in places for byte in (2, 3)} <= set(found.positions.tolist())
-    assert len(found.values) <= 2 * len(places) + before.nbytes // 256 + 4, "and the last of each plane"
+    assert {4 * place + byte for place in places for byte in (2, 3)} <= set(told(found))
+    assert found.gaps.min() >= 1
+    assert len(found.values) <= 3 * len(places) + 2 * len(before) // 255 + 8, "and first and last of each plane"
     assert sorted(found.values[found.values != 0].tolist()) == sorted([0x80, 0x3F] * len(places))
     scatter(found, before)
     assert torch.equal(before, after)
@@ -98,6 +109,25 @@ def test_of_a_small_step_in_bfloat16_two_bytes_a_number_are_sent() -> None:
     after = before.clone()
     after[::8] += 2**-7  # the least difference there is between 1 and 2
     assert patch(before, after).nbytes <= 2 * (1 << 13) + 2 * before.nbytes // 256
+
+
+@pytest.mark.parametrize("share", [0, 1e-4, 0.02, 0.13, 0.6])
+def test_blocks_of_many_parts_come_out_bit_for_bit(share: float) -> None:
+    random = torch.Generator().manual_seed(3)
+    before = torch.randn(2 * AT_ONCE + 77, generator=random).bfloat16()
+    bits = before.view(torch.int16).clone()
+    changed = torch.rand(len(bits), generator=random) < share
+    bits[changed] ^= torch.randint(1, 1 << 15, (int(changed.sum()),), generator=random).to(torch.int16)
+    delta = Delta()
+    encoded(delta, before, whole=True)
+    piece = encoded(delta, bits.view(torch.bfloat16))
+    assert isinstance(piece, WeightPatch) == (share < 0.6)
+    scatter(piece, before)
+    assert torch.equal(before.view(torch.int16), bits)
+    if isinstance(piece, WeightPatch):
+        (numbers, _), (others, _) = piece.planes()
+        assert set(others.tolist()) <= set(numbers.tolist())
+        assert bool(len(numbers)) == bool(share)
 
 
 def test_what_would_take_more_room_goes_whole_and_is_the_base_of_the_next() -> None:
@@ -116,4 +146,4 @@ def test_the_trainers_tensor_is_not_kept() -> None:
     held[6] = 1
     found = delta.encode(block_of(held), held, False, BlockHash(block_of(held)))
     assert isinstance(found, WeightPatch)
-    assert sorted(found.positions.tolist()) == [26, 27, 252, 253, 254, 255], "and the last of each plane"
+    assert {place // 4 for place in told(found)} == {0, 6, 63}, "and the first and the last"

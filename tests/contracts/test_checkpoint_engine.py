@@ -28,7 +28,7 @@ from tandem.checkpoint.shared_memory import SharedMemory
 from tandem.checkpoint.transport import Transport
 from tandem.errors import EngineError
 from tandem.ports import CheckpointEngine, Held, Place, RolloutEngine, WeightSource, WeightWorker
-from tandem.rollout.weights import scatter, wire_hash
+from tandem.rollout.weights import room, scatter, wire_hash
 from tandem.runtime.inline import InlineGroup
 from tandem.types import Chunk, GenerateRequest, Key, PolicyRef
 from tandem.weights import WeightBlock, WeightLayout, WeightShard, whole_shards
@@ -63,7 +63,7 @@ class Rollout:
 
     def _take(self, source: WeightSource) -> None:
         assert sum(block.numel for block in source.blocks) == sum(tensor.numel() for tensor in self.weights.values())
-        for piece in source.shards():
+        for piece in source.shards(room(self.weights)):
             scatter(piece, self.weights[piece.block.name])
 
     async def held(self, blocks: Sequence[Sequence[WeightBlock]], rows: Sequence[Sequence[int]]) -> Held:

@@ -12,7 +12,7 @@ from tandem.rollout.fake import FakeEngine
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.rollout.remote import EngineWorker
 from tandem.runtime.placement import Rank
-from tandem.weights import WeightBlock, WeightShard
+from tandem.weights import Room, WeightBlock, WeightShard, nowhere
 from tests.rollout.tiny import decoder, text
 
 SLOTS = 3
@@ -28,7 +28,7 @@ class SharedWeights:
     shared = True
     blocks: tuple[WeightBlock, ...] = ()
 
-    def shards(self) -> Iterator[WeightShard]:
+    def shards(self, room: Room = nowhere) -> Iterator[WeightShard]:
         raise AssertionError("shared weights have nothing to move")
 
 

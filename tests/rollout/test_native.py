@@ -18,7 +18,7 @@ from tandem.models.decoder import Decoder, KVCache
 from tandem.rollout import native
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.types import PolicyRef
-from tandem.weights import WeightBlock, WeightShard
+from tandem.weights import Room, WeightBlock, WeightShard, nowhere
 from tests.rollout.tiny import Answer, answer, answers, decoder, engine, request, run, trainer_logprobs
 
 MODEL = decoder()
@@ -34,7 +34,7 @@ class Weights:
     def blocks(self) -> tuple[WeightBlock, ...]:
         return tuple(shard.block for shard in self.shards())
 
-    def shards(self) -> Iterator[WeightShard]:
+    def shards(self, room: Room = nowhere) -> Iterator[WeightShard]:
         for name, tensor in self.source.named_parameters():
             yield WeightShard(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
 

@@ -16,7 +16,7 @@ from tandem.rollout.fake import FakeEngine
 from tandem.rollout.session import Session
 from tandem.text.fake import FakeRenderer
 from tandem.types import Chunk, GenerateRequest, Key, Message, PolicyRef, Sample, SamplingParams
-from tandem.weights import WeightBlock, WeightShard
+from tandem.weights import Room, WeightBlock, WeightShard, nowhere
 from tests.rollout import tiny
 
 RENDERER = FakeRenderer()
@@ -260,7 +260,7 @@ class Shared:
     shared = True
     blocks: tuple[WeightBlock, ...] = ()
 
-    def shards(self) -> Iterator[WeightShard]:
+    def shards(self, room: Room = nowhere) -> Iterator[WeightShard]:
         return iter(())
 
 

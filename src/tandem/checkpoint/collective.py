@@ -1,9 +1,10 @@
-"""Through torch.distributed, to any machine: each rank broadcasts what it holds to all readers, in flat buckets.
+"""Through torch.distributed, to any machine: each rank sends what it holds to all readers, bucket by bucket.
 
 A rank and the readers are a group of their own, so that no rank is sent what another one holds, and the ranks of a sharded model
 send at once. Which blocks come in which order is known since the group was made. Before each bucket comes a head that says of each
 of its entries how many bytes changed, or that it comes whole, so that a rank sends while it still compares; the next bucket is on
-its way while the last is used. When readers come or go the groups are made anew, under another name.
+its way while the last is used. Large pieces of a bucket go one by one, from where they lie to where they are to be; small ones, and
+what has to be cast, are laid side by side. When readers come or go the groups are made anew, under another name.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from tandem import device
 from tandem.checkpoint.packing import Entry, Part, buckets, cut, read, write
 from tandem.checkpoint.transport import Outlet, Seen, this_host
 from tandem.device import Address, Broadcasts, Device
-from tandem.weights import OpenedWeights, WeightBlock, WeightPiece, WeightShard
+from tandem.weights import OpenedWeights, Room, WeightBlock, WeightPiece, WeightShard, nowhere
 
 _ENTRIES = 256  # of a head, and so of a bucket at most
 _WHOLE, _END = -1, -2
+_LARGE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Memory:
 
     def of(self, number: int, bucket: Sequence[Entry]) -> Tensor:
         """As large as that bucket."""
-        size = sum(entry.nbytes for entry in bucket[:-1]) + bucket[-1].size  # the last piece is not followed by anything
+        size = sum(entry.nbytes for entry in bucket)
         if len(self._held[number % 2]) < size:
             self._held[number % 2] = self._meeting.tensor(max(size, self._meeting.bucket_bytes))
         return self._held[number % 2][:size]
@@ -77,25 +79,25 @@ class CollectiveSender:
         """Raises StalledError where a reader does not read."""
         del number
         group = self._group = self._group or self._meeting.join(self._index, 0)
-        under_way, sent = deque[tuple[Callable[[], None], ...]](), 0
+        under_way, sent = deque[list[Callable[[], None]]](), 0
         for number, bucket in enumerate(buckets(pieces, self.opened.blocks, self._meeting.bucket_bytes, _ENTRIES)):
             if len(under_way) == 2:
                 for wait in under_way.popleft():
                     wait()
             entries = [part.entry for part in bucket]
             head = [_WHOLE if each.changes is None else each.changes for each in entries] + [_END] * (_ENTRIES - len(entries))
-            lying = _as_it_lies(bucket, self._meeting.device)
-            if lying is not None:
-                memory = lying.view(-1).view(torch.uint8)
-            else:
-                memory, at = self._memory.of(number, entries), 0
-                for place, piece, entry in bucket:
-                    write(piece, read(entry, memory[at : at + entry.size]), partial(seen, place))
-                    at += entry.nbytes
-            announced = torch.tensor(head, device=self._meeting.device.torch)
-            under_way.append((group.start(announced, 0), group.start(memory, 0)))
-            if lying is not None:
-                seen(bucket[0].place, lying)
+            waits = [group.start(torch.tensor(head, device=self._meeting.device.torch))]
+            under_way.append(waits)
+            for together, memory in _runs(entries, self._memory.of(number, entries)):
+                parts = bucket[together]
+                lying = _as_it_lies(parts, self._meeting.device)
+                if lying is not None:
+                    waits.append(group.start(lying.view(-1).view(torch.uint8)))
+                    seen(parts[0].place, lying)
+                else:
+                    for (place, piece, _), into in zip(parts, _laid(entries[together], memory), strict=True):
+                        write(piece, into, partial(seen, place))
+                    waits.append(group.start(memory))
             sent += sum(entry.size for entry in entries)
         for waits in under_way:
             for wait in waits:
@@ -122,16 +124,16 @@ class CollectiveReader:
     def blocks(self) -> tuple[WeightBlock, ...]:
         return tuple(block for blocks in self._ranks.values() for block in blocks)
 
-    def arriving(self) -> Iterator[WeightPiece]:
+    def arriving(self, room: Room) -> Iterator[WeightPiece]:
         """From each rank, in order; its group is joined when it is first asked for."""
         for rank, blocks in self._ranks.items():
             if rank not in self._joined:
                 self._joined[rank] = self._meeting.join(rank, self._place)
-            yield from self._of(self._joined[rank], blocks)
+            yield from self._of(self._joined[rank], blocks, room)
 
-    def _of(self, group: Broadcasts, blocks: Sequence[WeightBlock]) -> Iterator[WeightPiece]:
+    def _of(self, group: Broadcasts, blocks: Sequence[WeightBlock], room: Room) -> Iterator[WeightPiece]:
         """While a bucket is used the next one is on its way, and the head of the one after it."""
-        coming, arriving = deque(blocks), deque[tuple[list[Entry], Tensor, Callable[[], None]]]()
+        coming, arriving = deque(blocks), deque[list[tuple[Callable[[], None], list[Entry], Tensor]]]()
         head = self._meeting.tensor(_ENTRIES, torch.int64)
 
         def announced() -> Iterator[Entry]:
@@ -142,23 +144,28 @@ class CollectiveReader:
                     coming.extendleft(reversed(others))
                 yield Entry(block, None if changes == _WHOLE else changes)
 
-        headed = group.start(head, 0) if coming else None
+        def received(number: int, bucket: list[Entry]) -> Iterator[tuple[Callable[[], None], list[Entry], Tensor]]:
+            """Begun: what is to be waited for, then which pieces lie in which memory."""
+            for together, memory in _runs(bucket, self._memory.of(number, bucket)):
+                entries = bucket[together]
+                there = _where_it_stays(entries, room, self._meeting.device)
+                if there is not None:
+                    yield group.start(there.view(-1).view(torch.uint8)), [], memory
+                else:
+                    yield group.start(memory), entries, memory
+
+        headed = group.start(head) if coming else None
         for number in count():
             if headed is not None:
                 headed()
-                bucket = list(announced())
-                memory = self._memory.of(number, bucket)
-                arriving.append((bucket, memory, group.start(memory, 0)))
-                headed = group.start(head, 0) if coming else None
+                arriving.append(list(received(number, list(announced()))))
+                headed = group.start(head) if coming else None
             if not arriving:
                 return
             if len(arriving) == 2 or headed is None:
-                bucket, memory, arrived = arriving.popleft()
-                arrived()
-                at = 0
-                for entry in bucket:
-                    yield read(entry, memory[at : at + entry.size])
-                    at += entry.nbytes
+                for arrived, entries, memory in arriving.popleft():
+                    arrived()
+                    yield from _laid(entries, memory)
 
     def __reduce__(self) -> tuple[Callable[..., CollectiveReader], tuple[Meeting, _Ranks, int]]:
         return _arrived, (self._meeting, tuple(self._ranks.items()), self._place)
@@ -181,9 +188,9 @@ class CollectiveSource:
     def __init__(self, reader: CollectiveReader) -> None:
         self._reader, self.blocks = reader, reader.blocks
 
-    def shards(self) -> Iterator[WeightPiece]:
+    def shards(self, room: Room = nowhere) -> Iterator[WeightPiece]:
         """A piece is there until the next one is asked for. Raises StalledError where a rank goes away."""
-        return self._reader.arriving()
+        return self._reader.arriving(room)
 
     def __reduce__(self) -> tuple[type[CollectiveSource], tuple[CollectiveReader]]:
         return CollectiveSource, (self._reader,)
@@ -220,11 +227,42 @@ class Collective:
         vars(self).pop("_store", None)
 
 
-def _as_it_lies(bucket: Sequence[Part], where: Device) -> Tensor | None:
-    """A single shard that needs neither a copy nor a cast."""
-    (_, piece, entry), *others = bucket
-    if others or not isinstance(piece, WeightShard):
+def _runs(bucket: Sequence[Entry], memory: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Which pieces are sent together, with their part of the bucket's memory; the same on both ends."""
+    start = at = 0
+    for end in range(1, len(bucket) + 1):
+        if end < len(bucket) and max(bucket[end - 1].size, bucket[end].size) < _LARGE_BYTES:
+            continue
+        last = at + sum(entry.nbytes for entry in bucket[start : end - 1])
+        yield slice(start, end), memory[at : last + bucket[end - 1].size]
+        start, at = end, last + bucket[end - 1].nbytes
+
+
+def _laid(entries: Sequence[Entry], memory: Tensor) -> Iterator[WeightPiece]:
+    """One behind the other."""
+    at = 0
+    for entry in entries:
+        yield read(entry, memory[at : at + entry.size])
+        at += entry.nbytes
+
+
+def _as_it_lies(parts: Sequence[Part], where: Device) -> Tensor | None:
+    """A single large shard that needs neither a copy nor a cast."""
+    (_, piece, entry), *others = parts
+    if others or entry.size < _LARGE_BYTES or not isinstance(piece, WeightShard):
         return None
     tensor = piece.tensor.detach()
-    fits = tensor.dtype == entry.block.dtype and tensor.device.type == where.kind and tensor.is_contiguous()
-    return tensor if fits else None
+    return tensor if tensor.dtype == entry.block.dtype and _may_be_sent(tensor, where) else None
+
+
+def _where_it_stays(entries: Sequence[Entry], room: Room, where: Device) -> Tensor | None:
+    """The room for a single large shard."""
+    entry, *others = entries
+    if others or entry.size < _LARGE_BYTES or entry.changes is not None:
+        return None
+    tensor = room(entry.block)
+    return tensor if tensor is not None and _may_be_sent(tensor, where) else None
+
+
+def _may_be_sent(tensor: Tensor, where: Device) -> bool:
+    return tensor.device.type == where.kind and tensor.is_contiguous()

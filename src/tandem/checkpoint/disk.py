@@ -24,7 +24,7 @@ from torch import Tensor
 from tandem.checkpoint.packing import Entry, Part, buckets, listed, unlisted
 from tandem.checkpoint.transport import Outlet, Seen, this_host
 from tandem.errors import EngineError
-from tandem.weights import OpenedWeights, WeightBlock, WeightPatch, WeightPiece, WeightShard
+from tandem.weights import OpenedWeights, Room, WeightBlock, WeightPatch, WeightPiece, WeightShard, nowhere
 
 
 class DiskSender:
@@ -97,7 +97,8 @@ class DiskSource:
     def blocks(self) -> tuple[WeightBlock, ...]:
         return tuple(entry.block for _, entries in self._files for entry in entries)
 
-    def shards(self) -> Iterator[WeightPiece]:
+    def shards(self, room: Room = nowhere) -> Iterator[WeightPiece]:
+        del room
         for file, entries in self._files:
             try:
                 tensors = safetensors.torch.load_file(file)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+import threading
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from torch import Tensor
 from tandem.weights import AT_ONCE, BlockHash, WeightBlock, WeightPatch, WeightPiece, WeightShard
 
 Bytes = npt.NDArray[np.uint8]
+_FARTHEST, _NOTHING = 255, np.empty(0, np.uint8)
 _INTEGERS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}  # bits: NaN equals itself, 0 is not -0
 
 
@@ -54,61 +56,61 @@ class Delta:
             before.copy_(tensor.detach())
             growing.update(before)
             return WeightShard.of(block, before)
-        changes = _overwritten(before.view(-1), tensor.detach().reshape(-1), growing)
-        patch = WeightPatch(block, *(torch.from_numpy(np.concatenate(each)) for each in changes))
+        gaps, values = _overwritten(before.view(-1), tensor.detach().reshape(-1), growing)
+        patch = WeightPatch(block, torch.from_numpy(gaps), torch.from_numpy(values))
         return patch if patch.nbytes < block.nbytes else WeightShard.of(block, before)
 
 
-def _overwritten(before: Tensor, now: Tensor, growing: BlockHash) -> tuple[list[Bytes], list[Bytes]]:
-    """Writes what is now, cast, over what was before, both flat, and hashes it: gaps and values of a WeightPatch, in parts.
+class _Room(threading.local):
+    """Of a thread, to be used again and again: pages that are new cost as much as a copy."""
 
-    Where anything changed, every plane ends with its last byte, so that the next one begins as the first does.
-    """
-    kind, numel = _INTEGERS[before.dtype.itemsize], len(before)
-    integers, per_word = before.view(kind).numpy(), 8 // before.dtype.itemsize
-    planes = [_Plane(integers, 8 * byte) for byte in range(before.dtype.itemsize)]
-    words = np.empty(AT_ONCE // per_word, np.uint64)  # a word that is 0 says at once that none of its numbers changed
-    differ = words.view(integers.dtype)
-    for start in range(0, numel, AT_ONCE):
-        new = now[start : start + AT_ONCE].to("cpu", before.dtype)
-        growing.update(new)
-        np.bitwise_xor(integers[start : start + AT_ONCE], new.view(kind).numpy(), out=differ[: len(new)])
-        differ[len(new) :] = 0
-        (changed,) = (words != 0).nonzero()
-        if len(changed):
-            before[start : start + AT_ONCE].copy_(new)
-            among = words[changed].view(integers.dtype)
-            for plane in planes:
-                (places,) = ((among & plane.mask) != 0).nonzero()
-                plane.add(start + changed[places // per_word] * per_word + places % per_word)
-    if any(plane.last >= 0 for plane in planes):
-        for plane in planes:
-            if plane.last < numel - 1:
-                plane.add(np.array([numel - 1]))
-    return [gap for plane in planes for gap in plane.gaps], [value for plane in planes for value in plane.values]
+    def __init__(self) -> None:
+        self.cast, self.which = torch.empty(8 * AT_ONCE, dtype=torch.uint8), np.empty(AT_ONCE, np.bool_)
 
 
-class _Plane:
-    """One byte of every number: which of them changed, as they are added in order. integers: the numbers, new ones by then."""
+_room = _Room()
 
-    def __init__(self, integers: npt.NDArray[Any], shift: int) -> None:
-        self._integers, self._shift = integers, shift
-        self.mask = integers.dtype.type(0xFF << shift)
-        self.gaps, self.values, self.last = [np.empty(0, np.uint8)], [np.empty(0, np.uint8)], -1
 
-    def add(self, numbers: npt.NDArray[np.int64]) -> None:
-        """And others between them where two neighbours lie farther apart than a gap can say."""
-        if not len(numbers):
-            return
-        passed = numbers - 1
-        passed[0] -= self.last
-        passed[1:] -= numbers[:-1]
-        gaps = passed.astype(np.uint8)
-        if passed.max() > 255:
-            places = np.arange(len(passed)) + np.cumsum(passed >> 8)
-            gaps = np.full(places[-1] + 1, 255, np.uint8)
-            gaps[places] = passed & 255
-            numbers = self.last + np.cumsum(gaps + np.int64(1))
-        self.last = int(numbers[-1])
-        self.gaps.append(gaps)
-        self.values.append((self._integers[numbers] >> self._shift).astype(np.uint8))
+def _overwritten(before: Tensor, now: Tensor, growing: BlockHash) -> tuple[Bytes, Bytes]:
+    """Writes what is now, cast, over what was before, both flat, and hashes it: gaps and values of a WeightPatch."""
+    kind = _INTEGERS[before.dtype.itemsize]
+    held, last = before.view(kind).numpy(), -1
+    gaps, news, differences = list[Bytes](), [held[:0]], [held[:0]]
+    room, which = _room.cast.view(before.dtype), _room.which
+    for start in range(0, len(held), AT_ONCE):
+        part = now[start : start + AT_ONCE]
+        cast = room[: len(part)].copy_(part)
+        growing.update(cast)
+        new, old = cast.view(kind).numpy(), held[start : start + AT_ONCE]
+        numbers = _marked(np.not_equal(new, old, out=which[: len(new)]), ends=start + AT_ONCE >= len(held))
+        news.append(new.take(numbers))
+        differences.append(old.take(numbers) ^ news[-1])
+        old[numbers] = news[-1]
+        gaps.append(_gaps(numbers, start - last))
+        last = start + int(numbers[-1])
+    changed, differ = np.concatenate(news), np.concatenate(differences)
+    if not differ.any():
+        return _NOTHING, _NOTHING
+    values = [changed.astype(np.uint8)]
+    for shift in range(8, 8 * held.itemsize, 8):
+        among = _marked(((differ >> shift) & 0xFF) != 0, ends=True)
+        gaps.append(_gaps(among, 1))
+        values.append((changed.take(among) >> shift).astype(np.uint8))
+    return np.concatenate(gaps), np.concatenate(values)
+
+
+def _marked(which: npt.NDArray[np.bool_], *, ends: bool) -> npt.NDArray[np.int64]:
+    """Where it is true, and at so many other places that none is farther from the one before than a gap can say."""
+    which[::_FARTHEST] = True
+    if ends:
+        which[-1] = True
+    return which.nonzero()[0]
+
+
+def _gaps(places: npt.NDArray[np.int64], first: int) -> Bytes:
+    """From each to the next; first: that of the first of them."""
+    low = places.astype(np.uint8)  # enough of a number to tell a difference of less than 256
+    gaps = np.empty_like(low)
+    gaps[0] = first
+    np.subtract(low[1:], low[:-1], out=gaps[1:])
+    return gaps

@@ -14,7 +14,18 @@ from tandem.data_proto import DataProto
 from tandem.errors import EngineError
 from tandem.ports import Collect, Dispatch, RolloutEngine, WeightWorker, WorkerGroup, register
 from tandem.types import Metrics, PolicyRef
-from tandem.weights import OpenedWeights, SentWeights, WeightBlock, WeightLayout, WeightPart, WeightShard, WeightSpec, wire_hash
+from tandem.weights import (
+    OpenedWeights,
+    Room,
+    SentWeights,
+    WeightBlock,
+    WeightLayout,
+    WeightPart,
+    WeightShard,
+    WeightSpec,
+    nowhere,
+    wire_hash,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,8 @@ class _CopiedWeights:
     def blocks(self) -> tuple[WeightBlock, ...]:
         return tuple(shard.block for shard in self.held)
 
-    def shards(self) -> Iterator[WeightShard]:
+    def shards(self, room: Room = nowhere) -> Iterator[WeightShard]:
+        del room
         return iter(self.held)
 
 

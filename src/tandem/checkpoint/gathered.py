@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tandem.errors import EngineError
 from tandem.ports import WeightWorker, WorkerGroup
-from tandem.weights import WeightBlock, WeightShard, wire_hash
+from tandem.weights import Room, WeightBlock, WeightShard, nowhere, wire_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class GatheredWeights:
     def blocks(self) -> tuple[WeightBlock, ...]:
         return tuple(part.block for part in self.parts)
 
-    def shards(self) -> Iterator[WeightShard]:
+    def shards(self, room: Room = nowhere) -> Iterator[WeightShard]:
+        del room
         return iter(self.parts)
 
 

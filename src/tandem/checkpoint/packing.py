@@ -105,15 +105,19 @@ class Part(NamedTuple):
 def buckets(
     pieces: Iterable[WeightPiece], blocks: Sequence[WeightBlock], most_bytes: int, most: int | None = None
 ) -> Iterator[list[Part]]:
-    """All pieces in order, their shards as `cut` makes them: at most `most` parts together and `most_bytes`, or one."""
+    """All pieces in order, their shards as `cut` makes them: at most `most` parts together, of `most_bytes` of weights, or one.
+
+    A patch counts as its whole block, so that what changed in some blocks does not wait for many others to be compared.
+    """
     bucket, room = list[Part](), most_bytes
     for place, (piece, block) in enumerate(zip(pieces, blocks, strict=True)):
         for each in _parts(place, piece, block, most_bytes):
-            if bucket and (each.entry.nbytes > room or len(bucket) == most):
+            whole_bytes = each.entry.block.nbytes
+            if bucket and (whole_bytes > room or len(bucket) == most):
                 yield bucket
                 bucket, room = [], most_bytes
             bucket.append(each)
-            room -= each.entry.nbytes
+            room -= whole_bytes
     if bucket:
         yield bucket
 

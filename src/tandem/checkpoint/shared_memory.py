@@ -23,7 +23,7 @@ from torch import Tensor
 from tandem.checkpoint.packing import Contents, Entry, entry_of, read, unlisted, write
 from tandem.checkpoint.transport import Outlet, Seen, this_host
 from tandem.errors import EngineError
-from tandem.weights import OpenedWeights, WeightBlock, WeightPatch, WeightPiece, two_at_a_time
+from tandem.weights import OpenedWeights, Room, WeightBlock, WeightPatch, WeightPiece, nowhere, two_at_a_time
 
 _HEAD_BYTES = 64
 _BEGAN, _ENDED, _LIST = 0, 1, 2  # of the head
@@ -167,8 +167,9 @@ class MemorySource:
     def blocks(self) -> tuple[WeightBlock, ...]:
         return tuple(block for block, _ in self._laid)
 
-    def shards(self) -> Iterator[WeightPiece]:
+    def shards(self, room: Room = nowhere) -> Iterator[WeightPiece]:
         """Raises EngineError at the end where something was overwritten while it was read."""
+        del room
         for _, piece in self._laid:
             yield piece
         self.check()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tandem.errors import EngineError
 from tandem.models.language_model import LanguageModel
 from tandem.ports import WeightSource
-from tandem.weights import WeightBlock, WeightPatch, WeightPiece, WeightShard, block_hash, joined_hash, two_at_a_time
+from tandem.weights import Room, WeightBlock, WeightPatch, WeightPiece, WeightShard, block_hash, joined_hash, two_at_a_time
 
 
 @torch.no_grad()
@@ -26,8 +26,18 @@ def load(module: nn.Module, source: WeightSource) -> None:
     """
     parameters = _moving(module)
     _check(parameters, source.blocks)
-    for piece in source.shards():
+    for piece in source.shards(room(parameters)):
         scatter(piece, parameters[piece.block.name])
+
+
+def room(weights: Mapping[str, Tensor]) -> Room:
+    """Where whole weights have the numbers of a block side by side, in its dtype."""
+
+    def there(block: WeightBlock) -> Tensor | None:
+        found = weights[block.name][block.slices]
+        return found if found.dtype == block.dtype and found.is_contiguous() else None
+
+    return there
 
 
 def scatter(piece: WeightPiece, into: Tensor, offsets: Sequence[int] | None = None) -> None:
@@ -55,7 +65,9 @@ def scatter(piece: WeightPiece, into: Tensor, offsets: Sequence[int] | None = No
 
 
 def _overwrite(block: Tensor, patch: WeightPatch) -> None:
-    block.view(-1).view(torch.uint8)[patch.positions.to(block.device)] = patch.values.to(block.device)
+    planes = block.view(-1).view(torch.uint8).view(-1, block.itemsize).unbind(1)
+    for plane, (numbers, values) in zip(planes, patch.planes(), strict=True):
+        plane.scatter_(0, numbers.to(block.device), values.to(block.device))
 
 
 def wire_hash(weights: Mapping[str, Tensor], blocks: Sequence[WeightBlock]) -> str:
