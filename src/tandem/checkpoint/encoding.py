@@ -88,14 +88,14 @@ def _overwritten(before: Tensor, now: Tensor, growing: BlockHash) -> tuple[Bytes
         old[numbers] = news[-1]
         gaps.append(_gaps(numbers, start - last))
         last = start + int(numbers[-1])
-    changed, differ = np.concatenate(news), np.concatenate(differences)
+    now_bytes, differ = (np.concatenate(each).view(np.uint8).reshape(-1, held.itemsize).T for each in (news, differences))
     if not differ.any():
         return _NOTHING, _NOTHING
-    values = [changed.astype(np.uint8)]
-    for shift in range(8, 8 * held.itemsize, 8):
-        among = _marked(((differ >> shift) & 0xFF) != 0, ends=True)
+    values = [now_bytes[0]]
+    for differs, value in zip(differ[1:], now_bytes[1:], strict=True):
+        among = _marked(differs != 0, ends=True)
         gaps.append(_gaps(among, 1))
-        values.append((changed.take(among) >> shift).astype(np.uint8))
+        values.append(value[among])
     return np.concatenate(gaps), np.concatenate(values)
 
 
