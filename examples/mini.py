@@ -38,7 +38,7 @@ from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
 from tandem.trainer.sampler import TaskOrder, seed_of
 from tandem.types import Episode, Key, PolicyRef, SamplingParams, Task
-from tandem.weights import WeightShard, whole_shards
+from tandem.weights import Room, WeightShard, nowhere, whole_shards
 
 SEED, TASKS, GROUPS, GROUP_SIZE = 0, 512, 8, 8
 MAX_TOKENS, LR = 12, 3e-3
@@ -119,7 +119,7 @@ class Shared:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
-    def shards(self) -> Iterator[WeightShard]:
+    def shards(self, room: Room = nowhere) -> Iterator[WeightShard]:
         return whole_shards(self._decoder)
 
 
