@@ -35,18 +35,7 @@ from tandem.types import (
     Stop,
     Task,
 )
-from tandem.weights import (
-    Held,
-    OpenedWeights,
-    Room,
-    SentWeights,
-    WeightBlock,
-    WeightLayout,
-    WeightPart,
-    WeightPiece,
-    WeightShard,
-    nowhere,
-)
+from tandem.weights import Held, OpenedWeights, Room, SentWeights, WeightBlock, WeightLayout, WeightPart, WeightPiece, WeightShard
 
 Place = Literal["device", "host"]
 """On the host nothing is computed or sampled; optimiser state, weights (unless another engine reads them) and caches leave the
@@ -68,7 +57,7 @@ class WeightSource(Protocol):
     def shared(self) -> bool: ...
     @property
     def blocks(self) -> Sequence[WeightBlock]: ...
-    def shards(self, room: Room = nowhere) -> Iterator[WeightPiece]: ...
+    def shards(self, room: Room = ...) -> Iterator[WeightPiece]: ...
 
 
 # ----------------------------------------------------------------------------------------------------- engines
