@@ -198,6 +198,28 @@ def test_after_new_weights_nothing_of_the_old_is_used(shared: bool) -> None:
     assert last.tokens == run(engine(new), [late])[0].tokens
 
 
+def test_after_new_weights_one_that_begins_does_not_go_on_where_one_of_its_prompt_was() -> None:
+    """Both are read anew in one pass, the one up to its prompt's last token, the other up to the last that it sampled."""
+    model, new = decoder(), decoder(seed=1)
+    prompt = (1, 2, 3, 4)
+
+    async def scene() -> Answer:
+        rollout = engine(model, slots=2)
+        first, second, third = (
+            asyncio.create_task(answer(rollout, request(0, prompt, member=member, max_tokens=30))) for member in range(3)
+        )
+        for _ in range(12):
+            await asyncio.sleep(0)
+        await rollout.pause()
+        await rollout.abort([request(0, prompt, member=1).key])
+        await rollout.load_weights(Weights(new), PolicyRef(version=1))
+        await rollout.resume()
+        await asyncio.gather(first, second)
+        return await third
+
+    assert asyncio.run(scene()).logprobs == run(engine(new), [request(0, prompt, member=2, max_tokens=30)])[0].logprobs
+
+
 def test_the_host_holds_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[KVCache]] = []
 

@@ -229,7 +229,8 @@ class NativeEngine(SteppingEngine):
             if not begun and stream.prompt in owners:
                 copies.append((owners[stream.prompt], slot, len(stream.tokens) - (not whole)))
             else:
-                owners.setdefault(stream.prompt, slot)
+                if not (whole and begun):  # what comes out behind its last token is not what comes out behind the prompt
+                    owners.setdefault(stream.prompt, slot)
                 read.append(slot)
         order, hidden = self._prefill(cache, read, whole)
         if copies:
