@@ -38,6 +38,13 @@ def test_wire_hash_of_a_cast_is_that_of_what_is_sent() -> None:
     assert block_hash(other, master) != block_hash(cast.block, master)
 
 
+def test_the_numbers_of_a_block_may_lie_apart() -> None:
+    """A column of a weight is a row of numbers with others between them."""
+    column = torch.arange(12.0).view(4, 3)[:, 1:2]
+    block = WeightBlock("w", (4, 3), (0, 1), (4, 1), torch.float32)
+    assert block_hash(block, column) == block_hash(block, column.clone(memory_format=torch.contiguous_format))
+
+
 @pytest.mark.parametrize("fails", [None, *range(6)])
 def test_two_at_a_time_does_each_once_in_any_thread_and_raises_what_one_raised(fails: int | None) -> None:
     met = threading.Barrier(2)  # both threads are at work, whoever takes which

@@ -225,7 +225,7 @@ class BlockHash:
         flat = part.detach().cpu().reshape(-1)
         at_once = AT_ONCE if flat.dtype != self._dtype else max(1, len(flat))
         for start in range(0, len(flat), at_once):
-            self._digest.update(flat[start : start + at_once].to(self._dtype).view(torch.uint8).numpy().data)
+            self._digest.update(flat[start : start + at_once].to(self._dtype).contiguous().view(torch.uint8).numpy().data)
 
 
 @lru_cache(1 << 16)
