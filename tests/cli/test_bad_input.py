@@ -6,7 +6,9 @@ The list of what newcomers get wrong is in test_mistakes.py.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -178,3 +180,12 @@ def test_a_resumed_run_cannot_become_another(
     assert (run / "config.yaml").read_text() == config
     assert tandem(*arguments) == 0
     assert "resuming with trainer.steps=3 where the run had 2" in capsys.readouterr().out
+
+
+def test_a_run_that_is_going_on_has_no_model_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0")
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert tandem("chat", str(tmp_path)) == 2
+    os.close(descriptor)
+    assert f"it is going on, `tandem show {tmp_path}` has how" in complaint(capsys)

@@ -74,9 +74,23 @@ def test_runs_are_found_wherever_they_lie_and_their_phases_are_not(tmp_path: Pat
     for name in ("config.yaml", "metrics.jsonl"):
         (one / "warmup" / name).write_text((one / name).read_text())
     (tmp_path / "none").mkdir()
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "settings" / "config.yaml").write_text("a: 1")
     assert find_runs(tmp_path) == [one, two]
     with pytest.raises(ConfigError, match="there is no directory"):
         find_runs(tmp_path / "nowhere")
+
+
+def test_a_run_that_has_just_begun_is_one(tmp_path: Path) -> None:
+    """In its warm-up, also where that was killed, and before its first step."""
+    for name in ("killed", "measuring"):
+        (run_in(tmp_path / name) / "metrics.jsonl").unlink()
+    (tmp_path / "killed" / "warmup").mkdir()
+    assert find_runs(tmp_path) == [tmp_path / "killed"]
+    descriptor = os.open(tmp_path / "measuring", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert find_runs(tmp_path) == [tmp_path / "killed", tmp_path / "measuring"]
+    os.close(descriptor)
 
 
 OTHER = {

@@ -313,7 +313,7 @@ def runs(place: Path) -> None:
     from tandem.track.runs import find_runs, table_of
 
     if not (found := find_runs(place)):
-        raise ConfigError(f"there is no run in {place}: a run has a config.yaml and a metrics.jsonl")
+        raise ConfigError(f"there is no run in {place}: a run has a config.yaml, and a metrics.jsonl when it has made a step")
     Console().print(table_of(found))
 
 
@@ -378,7 +378,13 @@ for _group in (data, reward, sandbox):
 
 
 def _final_of(run: Path) -> Path:
+    from tandem.track.runs import in_use
+
     if not (run / "final").is_dir():
+        if in_use(run):
+            raise ConfigError(
+                f"{run} has no final/ yet, which a run leaves at its end: it is going on, `tandem show {run}` has how"
+            )
         raise ConfigError(
             f"{run} has no final/, which a run leaves at its end: go on with it (--resume), or write the model of a snapshot with "
             f"`tandem export {run} DIRECTORY`"

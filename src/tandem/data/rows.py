@@ -27,6 +27,7 @@ from tandem.types import Json, Message, Role, Task, ToolCall
 COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "answer", "ground_truth", "id", "data_source")
 _ROLES: tuple[Role, ...] = get_args(Role)
 _LIST_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]""")
+_NAMED = "name the column that holds it: columns={prompt: question} in a recipe, --column prompt=question of `tandem data check`"
 _FIELDS = ("role", "content", "tool_calls", "name", "tool_call_id")
 
 
@@ -76,7 +77,7 @@ def _task(row: dict[str, object], where: str, number: int, source: str) -> Task:
         if len(lacking) == 1 and nulls:
             raise DataError(f"{where}: {nulls[0]} is null, and a pair needs both responses: leave the pair out")
         if len(lacking) == 1:
-            raise DataError(f"{where} lacks {lacking[0]} of its pair (it has {listed}): name the column with `columns`")
+            raise DataError(f"{where} lacks {lacking[0]} of its pair (it has {listed}): {_NAMED}")
         better: tuple[Message, ...] = ()
         worse: tuple[Message, ...] = ()
     else:
@@ -84,7 +85,7 @@ def _task(row: dict[str, object], where: str, number: int, source: str) -> Task:
     if not messages and empty:
         raise DataError(f"{where}: {empty[0]} is empty, so that there is nothing to ask: leave the row out")
     if not messages:
-        raise DataError(f"{where} has neither messages nor prompt (it has {listed}): name the column with `columns`")
+        raise DataError(f"{where} has neither messages nor prompt (it has {listed}): {_NAMED}")
     completion = row.pop("completion", None)
     if completion is not None:
         messages = (*messages, *_response(messages, completion, f"{where}: completion"))
@@ -119,8 +120,7 @@ def _check_verls(row: Mapping[str, object], where: str) -> None:
         holds = f"whose reward_model has {_listed(inside)}" if inside == model else f"whose reward_model is {model!r} and no object"
         raise DataError(
             f"{where} is of verl's layout (data_source, prompt, reward_model.ground_truth) and lacks {' and '.join(lacking)}; it "
-            f"has {_listed(row)}, {holds}: add what is missing, or name the column that holds it with `columns`, as in "
-            f"columns={{prompt: question}}"
+            f"has {_listed(row)}, {holds}: add what is missing, or {_NAMED}"
         )
 
 

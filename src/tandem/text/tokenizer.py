@@ -135,8 +135,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     if not path.is_dir():
         raise ModelError(
-            f"there is no tokenizer directory {path}: give the path of a directory with tokenizer.json; of a model of the hub, "
-            f"`tandem import OWNER/NAME DIRECTORY` makes one"
+            f"there is no directory {path} with a model or its tokenizer: give the path of one with tokenizer.json; of a model of "
+            f"the hub, `tandem import OWNER/NAME DIRECTORY` makes one"
         )
     if not (path / "tokenizer.json").is_file():
         slow = [name for name in _SLOW if (path / name).is_file()]

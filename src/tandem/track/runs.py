@@ -114,7 +114,7 @@ def read_run(directory: Path) -> RunRecord:
     metrics, summary = directory / "metrics.jsonl", read_summary(directory / "summary.json")
     error = failure.read_text(encoding="utf-8") if (failure := directory / FAILURE).is_file() else ""
     ended: State = "failed" if error else "finished" if summary is not None else "stopped"
-    state: State = "running" if _in_use(directory) else ended
+    state: State = "running" if in_use(directory) else ended
     lines = tuple(records(metrics)) if metrics.is_file() else ()
     if other := next((number for number, line in enumerate(lines, start=1) if type(line.get("step")) is not int), None):
         raise SnapshotError(f"{metrics}, line {other} has no step, as a line of a run has: is it of something else?")
@@ -122,13 +122,14 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def find_runs(place: Path) -> list[Path]:
-    """The directories of runs below this one, by name; a run's own phases are not runs."""
+    """The directories of runs below this one, by name, of one that has just begun, too; a run's own phases are not runs."""
     if not place.is_dir():
         raise ConfigError(f"there is no directory {place}: runs are in runs/ below the directory that they were begun in")
     found: list[Path] = []
     for directory, names, files in os.walk(place):
-        if "config.yaml" in files and "metrics.jsonl" in files:
-            found.append(Path(directory))
+        run = Path(directory)
+        if "config.yaml" in files and ("metrics.jsonl" in files or "warmup" in names or in_use(run)):
+            found.append(run)
             names.clear()
     return sorted(found)
 
@@ -217,7 +218,7 @@ def last_samples(directory: Path, num: int) -> list[SampleRecord]:
     return last if len(last) <= num else [*last[:best], *last[len(last) - (num - best) :]]
 
 
-def _in_use(directory: Path) -> bool:
+def in_use(directory: Path) -> bool:
     """Whether a process has the directory's lock, as one that trains has; to try it would be in the way of one that begins."""
     inode = f":{directory.stat().st_ino}"
     lines = (line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines())
