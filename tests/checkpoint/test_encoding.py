@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,6 +130,21 @@ def test_blocks_of_many_parts_come_out_bit_for_bit(share: float) -> None:
         (numbers, _), (others, _) = piece.planes()
         assert set(others.tolist()) <= set(numbers.tolist())
         assert bool(len(numbers)) == bool(share)
+
+
+def test_no_more_is_held_than_what_is_told_once_in_parts_and_once_together() -> None:
+    """And what one part takes, for each of its numbers: an index for each of two planes, and bits, bytes and marks."""
+    before = torch.zeros(16 * AT_ONCE, dtype=torch.bfloat16)
+    after = (before.view(torch.int16) + 0x0101).view(torch.bfloat16)
+    delta = Delta()
+    encoded(delta, before, whole=True)
+    block = block_of(after)
+    tracemalloc.start()
+    delta.encode(block, after, False, BlockHash(block))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    told_bytes = 2 * 2 * len(after)  # a gap and a value for both bytes of each number
+    assert peak <= 2 * told_bytes + 32 * AT_ONCE
 
 
 def test_what_would_take_more_room_goes_whole_and_is_the_base_of_the_next() -> None:

@@ -71,31 +71,44 @@ class _Room(threading.local):
 _room = _Room()
 
 
+class _Plane:
+    """Of a WeightPatch, part by part, each of which has its first place in it."""
+
+    def __init__(self) -> None:
+        self.gaps, self.values, self._before = list[Bytes](), list[Bytes](), 1
+
+    def add(self, places: npt.NDArray[np.int64], values: Bytes, count: int) -> None:
+        """Of a part of so many places."""
+        self.gaps.append(_gaps(places, self._before))
+        self.values.append(values)
+        self._before = count - int(places[-1])
+
+
 def _overwritten(before: Tensor, now: Tensor, growing: BlockHash) -> tuple[Bytes, Bytes]:
     """Writes what is now, cast, over what was before, both flat, and hashes it: gaps and values of a WeightPatch."""
     kind = _INTEGERS[before.dtype.itemsize]
-    held, last = before.view(kind).numpy(), -1
-    gaps, news, differences = list[Bytes](), [held[:0]], [held[:0]]
+    held, changed = before.view(kind).numpy(), False
+    first, *others = (_Plane() for _ in range(held.itemsize))
     room, which = _room.cast.view(before.dtype), _room.which
     for start in range(0, len(held), AT_ONCE):
-        part = now[start : start + AT_ONCE]
+        part, ends = now[start : start + AT_ONCE], start + AT_ONCE >= len(held)
         cast = room[: len(part)].copy_(part)
         growing.update(cast)
         new, old = cast.view(kind).numpy(), held[start : start + AT_ONCE]
-        numbers = _marked(np.not_equal(new, old, out=which[: len(new)]), ends=start + AT_ONCE >= len(held))
-        news.append(new.take(numbers))
-        differences.append(old.take(numbers) ^ news[-1])
-        old[numbers] = news[-1]
-        gaps.append(_gaps(numbers, start - last))
-        last = start + int(numbers[-1])
-    now_bytes, differ = (np.concatenate(each).view(np.uint8).reshape(-1, held.itemsize).T for each in (news, differences))
-    if not differ.any():
+        numbers = _marked(np.not_equal(new, old, out=which[: len(new)]), ends=ends)
+        news = new.take(numbers)
+        differences = old.take(numbers) ^ news
+        old[numbers] = news
+        changed = changed or bool(differences.any())
+        now_bytes, differ = (each.view(np.uint8).reshape(-1, held.itemsize).T for each in (news, differences))
+        first.add(numbers, now_bytes[0].copy(), len(new))
+        for plane, differs, value in zip(others, differ[1:], now_bytes[1:], strict=True):
+            among = _marked(differs != 0, ends=ends)
+            plane.add(among, value[among], len(numbers))
+    if not changed:
         return _NOTHING, _NOTHING
-    values = [now_bytes[0]]
-    for differs, value in zip(differ[1:], now_bytes[1:], strict=True):
-        among = _marked(differs != 0, ends=True)
-        gaps.append(_gaps(among, 1))
-        values.append(value[among])
+    planes = (first, *others)
+    gaps, values = [each for plane in planes for each in plane.gaps], [each for plane in planes for each in plane.values]
     return np.concatenate(gaps), np.concatenate(values)
 
 
