@@ -389,9 +389,11 @@ MISTAKES: dict[str, Mistake] = {
     "a JSON file": check("a.json", "[]", "a.json", ".jsonl, .parquet, .csv"),
     "Python and not JSON": check("a.jsonl", "{'prompt': 'a'}\n", "a.jsonl:1", "not valid JSON"),
     "another encoding": Mistake("data check a.jsonl", ("a.jsonl:1", "not UTF-8"), made=utf16),
-    "other column names": trained_on("a.jsonl", '{"question": "a", "solution": "b"}\n', "question, solution", "`columns`"),
+    "other column names": trained_on(
+        "a.jsonl", '{"question": "a", "solution": "b"}\n', "question, solution", "columns=", "--column"
+    ),
     "verl's layout without a prompt": Mistake(
-        "data check verl.parquet", ("verl.parquet row 0", "verl's layout", "lacks prompt;", "question", "`columns`"), made=parquet
+        "data check verl.parquet", ("verl.parquet row 0", "verl's layout", "lacks prompt;", "question", "columns="), made=parquet
     ),
     "verl's layout without an answer": verls("has style", reward_model={"style": "rule"}),
     "verl's layout with an answer of another name": verls("has answer", reward_model={"answer": "4"}),

@@ -169,7 +169,7 @@ def test_a_pair_keeps_its_other_columns_under_other_names_and_over_several_turns
     ("row", "says"),
     [
         ({"prompt": "2+2", "chosen": "4"}, r"rows.jsonl:1 lacks rejected of its pair \(it has prompt, chosen\)"),
-        ({"prompt": "2+2", "rejected": "4", "good": "5"}, "lacks chosen .*`columns`"),
+        ({"prompt": "2+2", "rejected": "4", "good": "5"}, "lacks chosen .*columns="),
         ({"prompt": "2+2", "chosen": "4", "rejected": "4"}, "chosen and rejected are the same"),
         ({"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]}, "chosen and rejected are the same"),
         ({"chosen": "4", "rejected": "5"}, "chosen is a text, and there is no prompt"),
