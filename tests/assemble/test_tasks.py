@@ -1,7 +1,10 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tandem.assemble.tasks import build_dataset, notes, overlaps
+from tandem.data.builtin import Demonstrations
 from tandem.data.curriculum import CurriculumConfig
 from tandem.recipe import DatasetSection, SourceSection
 from tandem.text.renderer import PLAIN_TEMPLATE, TemplateRenderer
@@ -69,3 +72,10 @@ def test_held_out_tasks_that_are_trained_on_are_told_with_where(tmp_path: Path) 
         "1 of 3 held-out prompts are in warmup.data too, e.g. 3",
     ]
     assert overlaps({"data.train": a}, []) == []
+
+
+def test_built_in_splits_are_not_drawn_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = build_dataset(DatasetSection(task="sorting", size=4), "train", 0, RENDERER, "demonstrations")
+    heldout = build_dataset(DatasetSection(task="sorting", size=4), "heldout", 0, RENDERER)
+    monkeypatch.setattr(Demonstrations, "__getitem__", lambda *_: pytest.fail("a demonstration was drawn"))
+    assert overlaps({"warmup.data": train}, [heldout]) == []
