@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -301,10 +302,11 @@ class Decoder(LanguageModel):
         self.config = config
         self.model = _Model(config, dtype)
         self.lm_head = None if config.tie_embeddings else Projection(config.hidden_size, config.vocab_size, False)
-        frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+        places = partial(torch.arange, device="cpu")  # where only shapes are asked for, too: there torch would import its compiler
+        frequencies = 1.0 / config.rope_theta ** (places(0, config.head_dim, 2).float() / config.head_dim)
         if config.stretched is not None:
             frequencies = config.stretched(frequencies)
-        angles = (torch.arange(max(config.max_positions, QUERIES)).float()[:, None] * frequencies).double()
+        angles = (places(max(config.max_positions, QUERIES)).float()[:, None] * frequencies).double()
         cos, sin = angles.cos().float(), angles.sin().float()
         self.register_buffer("cos", torch.cat([cos, cos], 1), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], 1), persistent=False)
