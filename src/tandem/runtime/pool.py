@@ -104,10 +104,10 @@ class Pool(ABC, Generic[M]):
         left = await self._kill()
         peers = ", and its peers were ended" if len(self) > 1 else ""
         went, log = f"{how}{peers}{left}", await member.log_end()
-        self._note(f"{member} of pool {self._name} {went}. {log}")
+        self._announce_death(f"{member} of pool {self._name} {went}. {log}")
         self._ended.set_result(f"{member} {went}. {log}")
 
-    def _note(self, death: str) -> None:
+    def _announce_death(self, death: str) -> None:
         self.death = death
         self.died()
 
@@ -218,7 +218,7 @@ class Runtime(ABC):
         self._dead: list[str] = []  # names of pools, in the order in which they died
         self._died = asyncio.Event()
         for name, pool in pools.items():
-            pool.died = partial(self._note, name)
+            pool.died = partial(self._pool_died, name)
         self._declared: list[tuple[PoolGroup, str, tuple[object, ...]]] = []
 
     @property
@@ -229,7 +229,7 @@ class Runtime(ABC):
         spare = self._spare if self._complete and not self._spare <= set(self._dead) else frozenset[str]()
         return next((self._pools[name].death for name in self._dead if name not in spare), "")
 
-    def _note(self, name: str) -> None:
+    def _pool_died(self, name: str) -> None:
         self._dead.append(name)
         if self.death:
             self._died.set()

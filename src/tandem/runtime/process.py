@@ -101,7 +101,7 @@ class _ProcessPool(Pool[_Process]):
         try:
             return await self._server.fork(seat, end, log)
         except ConnectionError:
-            self._note("the fork server died while it loaded torch or forked; what it wrote to stderr says why")
+            self._announce_death("the fork server died while it loaded torch or forked; what it wrote to stderr says why")
             raise WorkerError(self.death) from None
 
     async def _meet(self) -> Path:
