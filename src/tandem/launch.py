@@ -126,16 +126,9 @@ async def _supervised(resolved: Resolved[Recipe], resume: bool, console: Console
 async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun: Begun, restarts: Restarts) -> None:
     """Builds everything that a recipe can be wrong about before anything on the disk changes."""
     recipe, directory, began_s = resolved.value, resolved.value.run.directory, time.monotonic()
-    model = build_model(recipe, first_trained(recipe))
     async with AsyncExitStack() as stack:
-        rollout = None
-        if not from_dataset(recipe) or recipe.reward is not None:
-            journal = stack.enter_context(closing(Journal(directory / "journal.jsonl")))
-            rollout = await stack.enter_async_context(open_rollout(recipe, model, journal))
-        phase = await _main_phase(recipe, model, rollout)
-        heldout = await _heldout(recipe, model) if rollout is not None and recipe.reward is not None else None
-        first = warmup_phase(recipe, model, directory / "warmup") if recipe.warmup is not None else None
-        initial, copies = directory / "initial", phase.roles.copies
+        model, rollout, phases, heldout = await _built(recipe, stack)
+        phase, initial, copies = phases[-1], directory / "initial", phases[-1].roles.copies
         if resume and copies and steps_done(recipe) and not initial.is_dir():
             raise ConfigError(
                 f"{copies[0].name} would be a copy of the policy as the run began, and {initial} is not there: resume the run "
@@ -144,7 +137,6 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun
         stack.enter_context(open_directory(directory, resolved, resume, console))
         begun()
         console.print(model.describe(), markup=False, highlight=False, soft_wrap=True)
-        phases = (phase,) if first is None else (first, phase)
         for said in (*(note for each in phases for note in each.notes), *notes(heldout)):
             console.print(said, markup=False, highlight=False, soft_wrap=True)
         _warn_of_overlaps(phases, heldout, console)
@@ -159,11 +151,24 @@ async def _run(resolved: Resolved[Recipe], resume: bool, console: Console, begun
         if not from_dataset(recipe) and (about := recipe.trainer.schedule.warning(phase.algorithm)) is not None:
             console.print(f"warning: {about}", style="yellow")
         main = _PhaseRun(recipe, phase, directory, console, restarts, rollout, heldout, recipe.trainer.snapshot_every)
-        if recipe.warmup is not None and first is not None and main.store.latest() is None:
-            warmup = _PhaseRun(recipe, first, directory / "warmup", console, restarts, None, None, recipe.warmup.snapshot_every)
+        if recipe.warmup is not None and main.store.latest() is None:
+            warmup = _PhaseRun(recipe, phases[0], directory / "warmup", console, restarts, None, None, recipe.warmup.snapshot_every)
             await warmup.run(began_s)
         await main.run(began_s)
         _finish(recipe, main, directory, console)
+
+
+async def _built(recipe: Recipe, stack: AsyncExitStack) -> tuple[Model, Rollout | None, list[Phase], Dataset | None]:
+    """Everything that a recipe can be wrong about: the model, what generates, the phases in order, what it is measured on."""
+    model, rollout = build_model(recipe, first_trained(recipe)), None
+    if not from_dataset(recipe) or recipe.reward is not None:
+        journal = stack.enter_context(closing(Journal(recipe.run.directory / "journal.jsonl")))
+        rollout = await stack.enter_async_context(open_rollout(recipe, model, journal))
+    phases = [await _main_phase(recipe, model, rollout)]
+    heldout = await _heldout(recipe, model) if recipe.reward is not None else None
+    if recipe.warmup is not None:
+        phases.insert(0, warmup_phase(recipe, model, recipe.run.directory / "warmup"))
+    return model, rollout, phases, heldout
 
 
 async def _heldout(recipe: Recipe, model: Model) -> Dataset | None:
@@ -474,14 +479,9 @@ async def _heldout_loss(recipe: Recipe, heldout: DatasetSection, model: Model) -
 
 async def _dry_run(recipe: Recipe, console: Console) -> None:
     """Builds everything, prints the plan, and stops before the first step."""
-    model = build_model(recipe, first_trained(recipe))
-    console.print(model.describe(), markup=False, highlight=False, soft_wrap=True)
     async with AsyncExitStack() as stack:
-        rollout = None if from_dataset(recipe) else await stack.enter_async_context(open_rollout(recipe, model))
-        phases = [await _main_phase(recipe, model, rollout)]
-        heldout = await _heldout(recipe, model) if recipe.reward is not None else None
-        if recipe.warmup is not None:
-            phases.insert(0, warmup_phase(recipe, model, recipe.run.directory / "warmup"))
+        model, _, phases, heldout = await _built(recipe, stack)
+        console.print(model.describe(), markup=False, highlight=False, soft_wrap=True)
         _warn_of_overlaps(phases, heldout, console)
         for phase in phases:
             first = f"{phase.ahead}, as groups complete; " if phase.ahead.stages else ""

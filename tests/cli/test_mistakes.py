@@ -551,6 +551,17 @@ MISTAKES: dict[str, Mistake] = {
     "a column that the data of a run has not": train(
         "reward.function=mine.py:f", "'solution'", files={"mine.py": "def f(completions, solution): return [1.0]\n"}
     ),
+    "arguments that nobody gives, in a dry run": train(
+        "reward.function=mine.py:f --dry-run", "(text, gold)", files={"mine.py": "def f(text, gold): return 1.0\n"}
+    ),
+    "arguments that nobody gives, in a dry run of what judges held-out answers alone": train(
+        "algorithm=sft data.train.demonstrations={} data.heldout=null reward.function=mine.py:f --dry-run",
+        "(text, gold)",
+        files={"mine.py": "def f(text, gold): return 1.0\n"},
+    ),
+    "a judge that is down, in a dry run of what judges held-out answers alone": train(
+        f'algorithm=sft data.train.demonstrations={{}} "{HTTP}}}" --dry-run', "cannot be reached", "start the judge"
+    ),
     "a column that the last of the tasks has not": train(
         f"{ONE_TURN} {NOT_A_TASK} data.train.path=a.jsonl reward.function=mine.py:f",
         "'solution'",
