@@ -234,7 +234,15 @@ MISTAKES: dict[str, Mistake] = {
     "an empty recipe": Mistake("train empty.yaml", ("model", "data.train"), files={"empty.yaml": ""}),
     "no YAML": Mistake("train broken.yaml", ("broken.yaml:1", "not YAML"), files={"broken.yaml": "run: ["}),
     "a misspelt command": Mistake("tarin tiny.yaml", ("tarin", "train")),
-    "a misspelt option": train("--rezume", "--rezume", "--resume"),
+    "a misspelt command of a group": Mistake("data chek", ("'chek'", "'check'", "`tandem data --help`")),
+    "a misspelt option": train("--rezume", "--rezume", "--resume", "`tandem train --help`"),
+    "an option that stands before the command": Mistake("--resume train tiny.yaml", ("'--resume'", "`tandem --help`")),
+    "no argument": Mistake("train", ("missing argument 'RECIPE'", "`tandem train --help`")),
+    "an argument too many": Mistake("algos grpo gspo", ("unexpected extra argument (gspo)",)),
+    "an option without its value": Mistake("eval tiny.yaml --model", ("'--model' requires an argument",)),
+    "an option that takes a number": Mistake("export run out --step last", ("'--step'", "'last'", "integer")),
+    "an option out of range": Mistake("reward check tiny.yaml -n 0", ("'-n'", "0 is not in the range")),
+    "an option of a few values": Mistake("chat run --dtype half", ("'half'", "'float32', 'bfloat16'")),
     "a misspelt key": train("trainer.step=3", "trainer.step", "trainer.steps"),
     "a key without its section": train("steps=3", "'steps'", "trainer.steps"),
     "an override without a value": train("trainer.steps", "trainer.steps", "KEY=VALUE"),
@@ -700,7 +708,9 @@ def test_a_mistake_is_one_message(
     message = capsys.readouterr().err
     assert code == 2, message
     assert "Traceback" not in message
+    assert message.startswith("error: "), message
     assert len(re.findall("^[Ee]rror:", message, re.MULTILINE)) == 1, message
+    assert "Usage:" not in message
     assert [word for word in mistake.says if word not in message] == [], message
     after = tree(tmp_path)
     assert {path: after.get(path) for path in before} == before

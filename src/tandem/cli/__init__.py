@@ -39,10 +39,10 @@ def run(arguments: Sequence[str], invocation: Invocation) -> int:
     """Runs one command line and returns its exit code; an exception that nobody foresaw passes through."""
     try:
         code = tandem.main(list(arguments), prog_name="tandem", standalone_mode=False, obj=invocation)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:  # a group alone
         error.show()
         return error.exit_code
-    except (TandemError, OSError, click.Abort, BaseExceptionGroup) as error:
+    except (TandemError, OSError, click.ClickException, click.Abort, BaseExceptionGroup) as error:
         known = _known(error)
         if known is None:
             raise
@@ -57,7 +57,8 @@ def _known(error: BaseException) -> BaseException | None:
     if isinstance(error, BaseExceptionGroup):
         found = (_known(member) for member in cast("BaseExceptionGroup[BaseException]", error).exceptions)
         return next((member for member in found if member is not None), None)
-    return error if isinstance(error, TandemError | OSError | KeyboardInterrupt | click.Abort) else None
+    foreseen = isinstance(error, TandemError | OSError | KeyboardInterrupt | click.ClickException | click.Abort)
+    return error if foreseen else None
 
 
 def _say(error: BaseException, invocation: Invocation) -> int:
@@ -67,6 +68,8 @@ def _say(error: BaseException, invocation: Invocation) -> int:
             message, code = f"{error}{resume}", error.exit_code
         case TandemError():
             message, code = str(error), error.exit_code
+        case click.ClickException():
+            message, code = _misused(error), error.exit_code
         case OSError(errno=errno.ENOSPC):
             where = f" while writing {error.filename}" if error.filename else ""
             message, code = f"no space left on the disk{where}; free some space{resume}", 1
@@ -81,6 +84,13 @@ def _say(error: BaseException, invocation: Invocation) -> int:
             return 130
     click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True)
     return code
+
+
+def _misused(error: click.ClickException) -> str:
+    """What click says of arguments, as Tandem says what is wrong, and where to look."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"{message[0].lower()}{message[1:]}" + (f" (see `{context.command_path} --help`)" if context is not None else "")
 
 
 def _unexpected(
