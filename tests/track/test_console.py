@@ -42,7 +42,7 @@ def test_plain_lines_without_a_terminal() -> None:
     file = io.StringIO()
     run(Console(file=file, width=40), Clock())
     assert file.getvalue().splitlines() == [
-        "GRPO [1] 1/12  reward 0.06  3,412 tokens/s  0:22 left",
+        "GRPO [1] 1/12  reward 0.06  3,412 tokens/s  ? left",
         "GRPO [1] 4/12  reward 0.25  held-out 0.15 (step 3)  3,412 tokens/s  0:16 left",
         "GRPO [1] 7/12  reward 0.44  held-out 0.30 (step 6)  3,412 tokens/s  0:10 left",
         "GRPO [1] 10/12  reward 0.62  held-out 0.45 (step 9)  3,412 tokens/s  0:04 left",
@@ -88,15 +88,36 @@ def test_a_line_of_a_log_is_wrapped_by_nobody() -> None:
     assert file.getvalue() == f"{words}\n"
 
 
+def times_left(lines: str) -> list[str]:
+    return [line.split("  ")[-1] for line in lines.splitlines()]
+
+
 def test_time_left_counts_from_where_the_run_was_resumed() -> None:
     file = io.StringIO()
-    run(Console(file=file), Clock(), steps=3600, restored=3597)
-    assert file.getvalue().splitlines()[0].endswith("0:04 left")
+    clock = Clock()
+    tracker = ConsoleTracker("GRPO", 3603, [], console=Console(file=file), clock=clock, plain_every_s=0.0)
+    tracker.restore({"step": 1})
+    for step in (2, 3):
+        clock.now += 10
+        tracker.log(Metrics(), step)
+    assert times_left(file.getvalue()) == ["? left", "10:00:00 left"]
+
+
+def test_time_left_is_told_from_the_second_step_on_by_steps_alone() -> None:
+    """What is measured and made ready before and in the first step comes once; what is measured between steps comes again."""
     file = io.StringIO()
     clock = Clock()
-    tracker = ConsoleTracker("GRPO", 3601, [], console=Console(file=file), clock=clock)
-    tracker.log(Metrics(), 0)
-    clock.now += 10
+    tracker = ConsoleTracker("GRPO", 5, [], console=Console(file=file), clock=clock, plain_every_s=0.0)
+    for took_s, step in ((300, 0), (60, 1), (10, 2), (40, 2), (10, 3), (10, 4), (10, 5)):
+        clock.now += took_s
+        tracker.log(Metrics(), step)
+    tracker.close()
+    assert times_left(file.getvalue()) == ["? left", "? left", "0:30 left", "0:30 left", "1:00 left", "0:23 left", "0:00 left"]
+
+
+def test_a_run_of_one_step_has_nothing_left() -> None:
+    file = io.StringIO()
+    tracker = ConsoleTracker("GRPO", 1, [], console=Console(file=file), clock=Clock())
     tracker.log(Metrics(), 1)
     tracker.close()
-    assert [line.split("  ")[-1] for line in file.getvalue().splitlines()] == ["? left", "10:00:00 left"]
+    assert times_left(file.getvalue()) == ["0:00 left"]

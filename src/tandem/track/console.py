@@ -3,7 +3,7 @@
     GRPO ━━━━━━━━━━╸━━━━━━━━━ 24/60  reward 0.71  held-out 0.82  3,412 tokens/s  0:31 left
 
 It shows the last value of each field that it is given, with the step that it is of where that is an earlier one, and computes
-nothing but the time left.
+nothing but the time left: from what a step took since the first one, before which is what comes once.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class ConsoleTracker:
         self._title, self._steps, self._fields = title, steps, tuple(fields)
         self._console: rich.console.Console = console or Console()
         self._plain_every_s, self._clock = plain_every_s, clock
-        self._began = clock()
-        self._start = self._last = 0
+        self._last = 0
+        self._first: tuple[int, float] | None = None  # the first step here, and when it had ended
+        self._newest = (0, 0.0)  # likewise; what is measured after a step counts to the next one
         self._shown: dict[str, tuple[float, int]] = {}  # values, and the steps that they are of
         self._said: float | None = None
         self._unsaid: str | None = None  # the newest line, where it is not printed
@@ -81,6 +82,10 @@ class ConsoleTracker:
             self._live = (progress, progress.add_task(title, total=steps, text=""))
 
     def log(self, metrics: Metrics, step: int) -> None:
+        now = self._clock()
+        if step > self._last:
+            self._newest = (step, now)
+            self._first = self._first or self._newest
         self._last = step
         self._shown |= {name: (value, step) for name, value in metrics.values_by_name().items()}
         text = "  ".join([*self._values(step), self._time_left(step)])
@@ -88,7 +93,7 @@ class ConsoleTracker:
             progress, task = self._live
             progress.update(task, completed=step, text=text)
             return
-        now, self._unsaid = self._clock(), f"{self._title} {step}/{self._steps}  {text}"
+        self._unsaid = f"{self._title} {step}/{self._steps}  {text}"
         if step < self._steps and (self._said is None or now - self._said >= self._plain_every_s):
             self._said = now
             self._say()
@@ -103,10 +108,10 @@ class ConsoleTracker:
         return [pattern.format(value) + (f" (step {of})" if of < step else "") for pattern, value, of in found]
 
     def _time_left(self, step: int) -> str:
-        done = step - self._start
-        if done <= 0:
+        (newest, now), (first, since) = self._newest, self._first or self._newest
+        if newest == first and step < self._steps:
             return "? left"
-        seconds = round((self._clock() - self._began) / done * max(0, self._steps - step))
+        seconds = round((now - since) / max(1, newest - first) * max(0, self._steps - step))
         hours, minutes = divmod(seconds // 60, 60)
         return f"{hours}:{minutes:02d}:{seconds % 60:02d} left" if hours else f"{minutes}:{seconds % 60:02d} left"
 
@@ -116,7 +121,7 @@ class ConsoleTracker:
     def restore(self, state: Mapping[str, Json]) -> None:
         step = state.get("step", 0)
         assert isinstance(step, int), f"state {dict(state)} is not a console's"
-        self._start = self._last = step
+        self._last = step
         if self._live:
             progress, task = self._live
             progress.update(task, completed=step)
