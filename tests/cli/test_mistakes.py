@@ -605,6 +605,13 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a key that is not set": reward_of(f'"{HTTP}, key_env: TANDEM_NO_SUCH_KEY}}"', "TANDEM_NO_SUCH_KEY", "export it"),
     "a try longer than all": reward_of(f'"{HTTP}, try_limit_s: 99.0}}"', "try_limit_s=99.0 is above"),
+    "workers and a limit of what is called where the loop runs": train(
+        "reward.function=environment reward.limit_s=5 trainer.stepz=3",
+        "3 problems",
+        "tiny.yaml:8: reward: workers=1 is of functions in worker processes, and environment",
+        "reward.limit_s=5: reward: limit_s=5.0",
+        "leave limit_s out",
+    ),
     "a try of a function": train("reward.try_limit_s=1.0", "try_limit_s=1.0", "url"),
     "answers of other data": reward_of(
         "--answers answers.jsonl", "'gsm8k-1'", "ids are like", **{"answers.jsonl": '{"task": "gsm8k-1", "text": "4"}\n'}

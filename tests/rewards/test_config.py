@@ -23,6 +23,11 @@ URL = "http://localhost:8000/score"
         ({"function": "exact_match", "try_limit_s": 1.0}, r"try_limit_s=1\.0 is of calls over HTTP"),
         ({"function": "exact_match", "per_minute": 1.0}, r"per_minute=1\.0 is of calls over HTTP"),
         ({"function": "exact_match", "key_env": "KEY"}, "key_env=KEY is of calls over HTTP"),
+        (
+            {"function": "environment", "workers": 1},
+            "workers=1 is of functions in worker processes, and environment .* leave workers",
+        ),
+        ({"function": "environment", "limit_s": 5.0}, r"limit_s=5\.0 is of functions in worker processes"),
         ({"url": URL, "try_limit_s": 31.0}, r"try_limit_s=31\.0 is above limit_s=30\.0"),
         ({"url": URL, "per_minute": 0.0}, r"per_minute is 0\.0"),
         ({"url": URL, "try_limit_s": 0.0}, r"try_limit_s is 0\.0"),
@@ -50,6 +55,7 @@ def test_how_much_at_once_and_how_long_follow_from_what_judges() -> None:
     [
         (lambda: PartConfig(), "give one of function .*, url .* and judge"),
         (lambda: PartConfig(function="regex", weight=float("nan")), "weight is nan"),
+        (lambda: PartConfig(function="environment", workers=2), "workers=2 is of functions in worker processes"),
         (lambda: JudgeConfig("localhost", "m"), "is no address of a judge"),
         (lambda: JudgeConfig("http://localhost/v1", "m", prompt="Is it good?"), r"prompt has no \{answer\} in it"),
         (lambda: JudgeConfig("http://localhost/v1", "m", best=0.0), r"best is 0\.0"),

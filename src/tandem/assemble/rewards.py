@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from tandem.ports import Reward
-from tandem.rewards.config import PartConfig, RewardConfig
-from tandem.rewards.here import HERE, HereReward
+from tandem.rewards.config import HERE, PartConfig, RewardConfig
+from tandem.rewards.here import HereReward
 from tandem.rewards.judge import JudgeReward
 from tandem.rewards.remote import RemoteReward
 from tandem.rewards.replay import Journal

@@ -8,7 +8,11 @@ from urllib.parse import urlsplit
 
 from tandem.types import Json
 
+HERE = frozenset({"environment"})
+"""Built-in functions that are called where the loop runs, and not in a process of their own: see here.py."""
+
 _AT_ONCE = {"function": 2, "url": 32}
+_LIMIT_S = 30.0
 TEMPLATE = """\
 You grade an answer to a question.
 
@@ -52,9 +56,9 @@ class _JudgedBy:
     """One of function, a built-in's short name, "package.module:function" or "path/file.py:function"; url, a service over HTTP;
     and judge, a language model.
 
-    workers: groups judged at the same time, or calls of a judge; null is 2 processes of a function (`environment` has
-    none: it is called where the loop runs), 32 calls over HTTP. limit_s:
+    workers: groups judged at the same time, or calls of a judge; null is 2 processes of a function, 32 calls over HTTP. limit_s:
     seconds for one group, or one answer of a judge, after which a function's worker is killed and a call is not tried again.
+    `environment` has neither: it is called where the loop runs.
     try_limit_s: seconds for one try of a call; null is a third of limit_s. per_minute: calls over HTTP that begin in a minute,
     evenly spaced. key_env: name of the environment variable with the secret that is sent as bearer token. params: further
     arguments of the function, by name; what a URL is sent as they are; further fields of what a judge is sent, as temperature.
@@ -64,7 +68,7 @@ class _JudgedBy:
     url: str | None = None
     judge: JudgeConfig | None = None
     workers: int | None = None
-    limit_s: float = 30.0
+    limit_s: float = _LIMIT_S
     try_limit_s: float | None = None
     per_minute: float | None = None
     key_env: str | None = None
@@ -78,6 +82,12 @@ class _JudgedBy:
             raise ValueError(f"workers is {self.workers} and must be at least 1")
         if not self.limit_s > 0:
             raise ValueError(f"limit_s is {self.limit_s} and must be greater than 0")
+        for name, default in (("workers", None), ("limit_s", _LIMIT_S)):
+            if self.function in HERE and (value := getattr(self, name)) != default:
+                raise ValueError(
+                    f"{name}={value} is of functions in worker processes, and {self.function} is called where the loop runs: "
+                    f"leave {name} out"
+                )
         for name in ("try_limit_s", "per_minute", "key_env"):
             value = getattr(self, name)
             if value is not None and self.url is None and self.judge is None:

@@ -1,4 +1,7 @@
-"""Rewards by a built-in function that is called where the loop runs: one that cannot hang or crash, whatever a policy writes."""
+"""Rewards by a built-in function that is called where the loop runs: one that cannot hang or crash, whatever a policy writes.
+
+`config.HERE` lists them. A group that goes to a worker and back takes twelve times as long (docs/adr/0036-rewards-judged-here.md).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,6 @@ from collections.abc import Sequence
 from tandem.rewards.child import judge, load, results
 from tandem.rewards.config import PartConfig, RewardConfig
 from tandem.types import Episode, RewardResult, Task
-
-HERE = frozenset({"environment"})
-"""Such functions: to send a group to a worker and back takes a hundred times as long as to add up what its environments gave."""
 
 
 class HereReward:
