@@ -32,7 +32,7 @@ from tandem import device
 from tandem.assemble.directory import Begun, changed_values, finished, open_directory, steps_done
 from tandem.assemble.first_tasks import check_tasks
 from tandem.assemble.interrupt import complete
-from tandem.assemble.measuring import Measured, measured, told
+from tandem.assemble.measuring import Measured, lines_of, measured, told
 from tandem.assemble.model import Model, build_model, check_memory
 from tandem.assemble.phases import (
     Phase,
@@ -459,9 +459,8 @@ async def _measure(recipe: Recipe, console: Console) -> None:
         rollout = await stack.enter_async_context(open_rollout(recipe, model)) if recipe.reward is not None else None
         heldout = await _heldout(recipe, model) if rollout is not None else None
         found = await measured(recipe, loss, PolicyRef(), rollout, heldout)
-    for name, value in told(found.values)[0].items():
-        note = "  episodes that could not be judged; they are in no rate" if name == "failed" and value else ""
-        console.print(f"{name:<20} {value:.3f}" if name not in ("n", "failed") else f"{name:<20} {value:.0f}{note}")
+    for line in lines_of(found.values):
+        console.print(line)
     for episode in found.result.episodes[:3] if found.result is not None else ():
         console.print(shown(SampleRecord.of(episode), recipe.evaluation.solved), soft_wrap=True)
 

@@ -1,6 +1,6 @@
 """What a run tells of what was measured."""
 
-from tandem.assemble.measuring import told
+from tandem.assemble.measuring import lines_of, told
 
 
 def test_a_mean_reward_is_told_where_it_is_not_the_pass_rate() -> None:
@@ -21,3 +21,15 @@ def test_both_limits_tell_it_or_neither_does() -> None:
 
 def test_losses_have_no_mean_reward() -> None:
     assert told({"loss": 0.5, "reward_chosen": 1.0}, {}) == [{"loss": 0.5, "reward_chosen": 1.0}, {}]
+
+
+def test_lines_have_counts_as_whole_numbers() -> None:
+    found = {"pass@1": 0.25, "n": 8, "failed": 1, "max_tokens": 24, "training_limit/pass@1": 0.125, "training_limit/max_tokens": 8}
+    assert lines_of(found) == [
+        "pass@1               0.250",
+        "n                    8",
+        "failed               1  episodes that could not be judged; they are in no rate",
+        "max_tokens           24",
+        "training_limit/pass@1 0.125",
+        "training_limit/max_tokens 8",
+    ]

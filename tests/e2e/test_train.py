@@ -36,7 +36,8 @@ def test_the_run_s_directory(run: Path) -> None:
 def test_summary(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     for result in (summary["eval_before"], summary["eval_after"]):
-        assert result.keys() == {"pass@1", "pass@2", "greedy", "reward", "cut_off", "n", "failed"}  # shares of digits are no passes
+        rates = {"pass@1", "pass@2", "greedy", "reward", "cut_off"}  # shares of digits are no passes
+        assert result.keys() == rates | {"n", "failed", "max_tokens"}
         assert result["n"] == 4
         assert result["failed"] == 0
     assert summary["steps"] == 4
@@ -56,8 +57,20 @@ def test_answers_may_be_longer_where_they_are_measured(tmp_path: Path) -> None:
         longer, shorter = summary[when], summary["training_limit"][when]
         assert longer.keys() - {"n"} == shorter.keys()
         assert longer["cut_off"] <= shorter["cut_off"]
+        assert (longer["max_tokens"], shorter["max_tokens"]) == (24, 8)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert {"eval/greedy", "eval/training_limit/greedy", "eval/cut_off"} <= lines[0].keys()
+
+
+def test_a_run_that_goes_on_with_another_limit_says_so(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = shutil.copytree(run, tmp_path / "run")
+    overrides = (f"run.dir={again}", "trainer.steps=5", "evaluation.max_tokens=24", "--resume")
+    assert tandem("train", str(run.parent / "tiny.yaml"), *overrides) == 0
+    assert tandem("show", str(again), "--samples", "0") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("before and after do not compare: 8 tokens at most before, 24 after") == 2
+    summary = json.loads((again / "summary.json").read_text())
+    assert (summary["eval_before"]["max_tokens"], summary["eval_after"]["max_tokens"]) == (8, 24)
 
 
 def test_a_snapshot_has_the_score_of_its_evaluation(run: Path) -> None:

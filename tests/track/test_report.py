@@ -14,7 +14,7 @@ from tandem.track.fan_out import Trackers
 from tandem.track.jsonl import JsonlTracker, Series, read_series
 from tandem.track.report import before_after, final_report
 from tandem.track.samples import SampleRecord
-from tandem.track.summary import Summary, write_summary
+from tandem.track.summary import Summary, read_summary, write_summary
 from tandem.types import Metric, Metrics, RewardResult
 from tests.track.episodes import episode
 
@@ -148,6 +148,7 @@ def test_what_was_measured_under_the_limit_of_training_stands_apart(tmp_path: Pa
         "eval_before": {"greedy": 0.0, "cut_off": 1.0},
         "eval_after": {"greedy": 0.5, "cut_off": 0.5},
     }
+    assert read_summary(tmp_path / "summary.json") == LIMITS
     console = Console(file=io.StringIO(), width=80)
     console.print(before_after(LIMITS))
     assert isinstance(console.file, io.StringIO)
@@ -158,6 +159,22 @@ def test_what_was_measured_under_the_limit_of_training_stands_apart(tmp_path: Pa
         "│ cut off, limit of training        │ 100.0% │ 50.0% │ -50.0 pts │",
     ):
         assert row in console.file.getvalue()
+
+
+def caption(before: dict[str, float], after: dict[str, float]) -> str:
+    file = io.StringIO()
+    Console(file=file, width=80).print(before_after(Summary({"greedy": 0.25} | before, {"greedy": 0.75} | after, 2, 3.0)))
+    return " ".join(file.getvalue().partition("┘")[2].split())
+
+
+def test_what_was_not_measured_alike_is_told() -> None:
+    wide = {"n": 8, "max_tokens": 320, "training_limit/greedy": 0.0, "training_limit/max_tokens": 12}
+    assert caption(wide, wide) == ""
+    assert caption({"n": 8}, {"n": 8, "max_tokens": 12}) == "", "nobody knows"
+    assert caption(wide, {"n": 8, "max_tokens": 12}) == "before and after do not compare: 320 tokens at most before, 12 after"
+    assert caption(wide, wide | {"n": 4, "training_limit/max_tokens": 16}) == (
+        "before and after do not compare: 8 held-out tasks before, 4 after; 12 tokens at most, limit of training before, 16 after"
+    )
 
 
 def test_final_report_in_a_terminal() -> None:

@@ -15,13 +15,14 @@ from tandem.trainer.heldout import HeldOutLoss
 from tandem.types import Metrics, PolicyRef
 
 _REWARD, _CUT = "reward", f"{TRAINING_LIMIT}/"
+_WHOLE = ("n", "failed", "max_tokens")  # numbers that are counts
 
 
 @dataclass(frozen=True)
 class Measured:
     """What was measured on held-out tasks: for the trackers, for summary.json, and for the snapshot that is kept as the best.
-    values: by name, the mean reward among them, which `told` may leave out. result: of the episodes, where there was a reward to
-    judge them.
+    values: by name, the limits under which they were measured and the mean reward among them, which `told` may leave out. result:
+    of the episodes, where there was a reward to judge them.
     """
 
     metrics: Metrics
@@ -43,11 +44,13 @@ async def measured(
         tokens = recipe.evaluation.max_tokens or recipe.sampling.max_tokens
         result = await _evaluated(recipe, rollout, heldout, tokens)
         metrics = Metrics({**metrics, **result.metrics().prefixed("eval")})
-        values, score = {**_rates(result), **{name: value for name, value in values.items() if name != "n"}}, result.pass_at_1
+        rest = {name: value for name, value in values.items() if name != "n"}
+        values, score = {**_rates(result, tokens), **rest}, result.pass_at_1
         if tokens != recipe.sampling.max_tokens:
             cut = await _evaluated(recipe, rollout, heldout, recipe.sampling.max_tokens)
             metrics += cut.metrics().prefixed(f"eval/{TRAINING_LIMIT}")
-            values |= {f"{TRAINING_LIMIT}/{name}": value for name, value in _rates(cut).items() if name != "n"}
+            rates = _rates(cut, recipe.sampling.max_tokens)
+            values |= {f"{TRAINING_LIMIT}/{name}": value for name, value in rates.items() if name != "n"}
     return Measured(metrics, values, score, result)
 
 
@@ -59,14 +62,25 @@ def told(*measured: Mapping[str, float]) -> list[dict[str, float]]:
     return [{name: value for name, value in values.items() if name.removeprefix(_CUT) != _REWARD} for values in measured]
 
 
+def lines_of(measured: Mapping[str, float]) -> list[str]:
+    """One for each of what is told of it."""
+    lines: list[str] = []
+    for name, value in told(measured)[0].items():
+        kind = name.removeprefix(_CUT)
+        note = "  episodes that could not be judged; they are in no rate" if kind == "failed" and value else ""
+        lines.append(f"{name:<20} {value:.{0 if kind in _WHOLE else 3}f}{note}")
+    return lines
+
+
 async def _evaluated(recipe: Recipe, rollout: Rollout, heldout: Dataset, max_tokens: int) -> EvalResult:
     reward, seed, params = rollout.eval_reward, recipe.seed, replace(recipe.sampling, max_tokens=max_tokens)
     assert reward is not None, "episodes are measured by a reward"
     return await evaluate(heldout, rollout.agent, reward, rollout.make_llm, params, recipe.evaluation, seed=seed)
 
 
-def _rates(result: EvalResult) -> dict[str, float]:
+def _rates(result: EvalResult, max_tokens: int) -> dict[str, float]:
     rates = {"pass@1": result.pass_at_1, **{f"pass@{k}": value for k, value in result.pass_at.items()}}
     if result.greedy is not None:
         rates["greedy"] = result.greedy
-    return {**rates, _REWARD: result.reward, "cut_off": result.cut_off, "n": result.n, "failed": result.failed}
+    counts = {"n": result.n, "failed": result.failed, "max_tokens": max_tokens}
+    return {**rates, _REWARD: result.reward, "cut_off": result.cut_off, **counts}

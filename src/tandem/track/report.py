@@ -22,6 +22,7 @@ _NAMES = {
     "failed": "not judged, left out",
 }
 _CUT = f"{TRAINING_LIMIT}/"
+_CONDITIONS = {"n": "held-out tasks", "max_tokens": "tokens at most"}
 
 
 def final_report(
@@ -51,7 +52,9 @@ def final_report(
 
 
 def before_after(summary: Summary) -> Table:
-    """A row for each number that was measured both times; green and red where one of two ways is the better one."""
+    """A row for each number that was measured both times; green and red where one of two ways is the better one. Where what was
+    measured was not the same both times, as after --resume with another limit, it says so.
+    """
     before, after = summary.eval_before, summary.eval_after
     minutes, seconds = divmod(round(summary.wall_s), 60)
     table = Table(
@@ -61,18 +64,25 @@ def before_after(summary: Summary) -> Table:
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
     limits = any(name.startswith(_CUT) for name in before)  # where there are two limits, each says what it cuts off
+    unlike: list[str] = []
     for name in before:
         kind = name.removeprefix(_CUT)
-        label = _NAMES.get(kind, kind) + (", limit of training" if kind != name else "")
+        of = ", limit of training" if kind != name else ""
+        label = _NAMES.get(kind, kind) + of
         if kind == "failed" and before[name] + after.get(name, 0):
             table.add_row(label, f"{before[name]:.0f}", f"{after.get(name, 0):.0f}", "")
-        elif name in after and kind not in ("n", "failed") and (limits or kind != "cut_off"):
+        elif kind in _CONDITIONS:
+            if after.get(name, before[name]) != before[name]:
+                unlike.append(f"{before[name]:.0f} {_CONDITIONS[kind]}{of} before, {after[name]:.0f} after")
+        elif name in after and kind != "failed" and (limits or kind != "cut_off"):
             rate = kind.startswith(("pass@", "greedy", "preference_accuracy", "cut_off"))
             change = after[name] - before[name]
             better = -change if kind in ("loss", "cut_off") else change if rate else 0.0
             style = "green" if better > 0 else "red" if better < 0 else ""
             shown = [f"{value:.1%}" if rate else f"{value:.4g}" for value in (before[name], after[name])]
             table.add_row(label, *shown, Text(f"{100 * change:+.1f} pts" if rate else f"{change:+.4g}", style))
+    if unlike:
+        table.caption = Text(f"before and after do not compare: {'; '.join(unlike)}", "yellow")
     return table
 
 
