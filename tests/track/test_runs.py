@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ def record(ordinal: int, member: int, reward: float | None = 1.0, **more: object
 
 def run_in(directory: Path, *, ended: bool = False, losses: bool = False) -> Path:
     directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text(dump(Resolved(RECIPE, {})))
+    recipe = replace(RECIPE, trainer=TrainerSection(steps=2)) if ended else RECIPE
+    (directory / "config.yaml").write_text(dump(Resolved(recipe, {})))
     metrics, samples = AppendLog(directory / "metrics.jsonl"), AppendLog(directory / "samples.jsonl")
     metrics.append({"step": 0, "time": 1.0, "eval/loss" if losses else "eval/pass@1": 0.25})
     for step in (1, 2):
@@ -115,7 +117,7 @@ def test_the_table_says_where_each_run_stands(tmp_path: Path, monkeypatch: pytes
     os.close(descriptor)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert rows[0] == ["a", "grpo", "0", "stopped", "2/4", "25.0%", "25.0%", "▁█"]
-    assert rows[1] == ["b", "grpo", "0", "finished", "2/4", "25.0%", "75.0%", "▁█"]
+    assert rows[1] == ["b", "grpo", "0", "finished", "2/2", "25.0%", "75.0%", "▁█"]
     assert rows[2] == ["c", "grpo", "0", "running", "2/4", "0.25", "0.25", "█▁"]
     assert rows[3][0] == "d"
     assert rows[-1][:4] == ["h", "grpo", "0", "failed"]
@@ -134,7 +136,7 @@ def test_the_table_is_read_in_80_columns(tmp_path: Path, monkeypatch: pytest.Mon
     metrics.close()
     lines = said(lambda console: console.print(table_of([run])), width=80).splitlines()
     cells = [cell.strip() for cell in next(line for line in lines if "grpo" in line).split("│")[1:-1]]
-    assert cells[1:7] == ["grpo", "0", "finished", "299/4", "25.0%", "75.0%"]
+    assert cells[1:7] == ["grpo", "0", "finished", "299/2", "25.0%", "75.0%"]
     assert len(cells[7]) == 8
 
 
@@ -152,13 +154,22 @@ def test_many_steps_share_a_bar() -> None:
 
 def test_show_prints_what_there_is(tmp_path: Path) -> None:
     text = said(lambda console: show(read_run(run_in(tmp_path / "a", ended=True)), console, samples=2, metrics=()))
-    assert "finished, 2 of 4 steps" in text
+    assert "finished, 2 of 2 steps" in text
     assert "+50.0 pts" in text
     assert re.search(r"│ reward/mean +│ +0\.25 │ +0\.5 │", text)
     assert "train/entropy" in text
     assert text.count("(reward") == 2
     with pytest.raises(ConfigError, match=r"logged train/nothing; known: eval/pass@1, reward/mean"):
         show(read_run(tmp_path / "a"), Console(), samples=0, metrics=["train/nothing"])
+
+
+def test_a_finished_run_that_went_on_is_not_finished(tmp_path: Path) -> None:
+    """It was asked for four steps after two, and killed; what it was worth after two is not what it is worth now."""
+    run = run_in(tmp_path / "a", ended=True)
+    (run / "config.yaml").write_text(dump(Resolved(RECIPE, {})))
+    text = said(lambda console: show(read_run(run), console, samples=0, metrics=()))
+    assert "stopped, 2 of 4 steps" in text
+    assert "75.0%" not in text
 
 
 def test_show_says_why_a_run_failed(tmp_path: Path) -> None:

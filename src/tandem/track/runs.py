@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -41,8 +41,8 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run. lines: of metrics.jsonl. summary: None until it has ended. state: "stopped" where it was interrupted
-    or killed. error: why it failed, if it did.
+    """What is known of a run. lines: of metrics.jsonl. summary: None until it has made all of its steps. state: "stopped" where it
+    was interrupted or killed. error: why it failed, if it did.
     """
 
     directory: Path
@@ -113,12 +113,14 @@ def read_run(directory: Path) -> RunRecord:
     config = config_of(directory)
     metrics, summary = directory / "metrics.jsonl", read_summary(directory / "summary.json")
     error = failure.read_text(encoding="utf-8") if (failure := directory / FAILURE).is_file() else ""
-    ended: State = "failed" if error else "finished" if summary is not None else "stopped"
-    state: State = "running" if in_use(directory) else ended
     lines = tuple(records(metrics)) if metrics.is_file() else ()
     if other := next((number for number, line in enumerate(lines, start=1) if type(line.get("step")) is not int), None):
         raise SnapshotError(f"{metrics}, line {other} has no step, as a line of a run has: is it of something else?")
-    return RunRecord(directory, read(config), lines, summary, state, error.strip())
+    run = RunRecord(directory, read(config), lines, summary, "stopped", error.strip())
+    if summary is not None and summary.steps < run.steps:  # of an end from which it went on
+        run = replace(run, summary=None)
+    ended: State = "failed" if error else "finished" if run.summary is not None else "stopped"
+    return replace(run, state="running" if in_use(directory) else ended)
 
 
 def find_runs(place: Path) -> list[Path]:
