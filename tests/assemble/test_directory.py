@@ -41,6 +41,11 @@ def test_a_run_that_failed_says_why_until_it_is_resumed(tmp_path: Path, resolved
         assert not (run / "error.txt").exists()
 
 
+def test_a_run_that_its_own_code_ended_failed(tmp_path: Path, resolved: Resolved[Recipe]) -> None:
+    end(tmp_path / "run", resolved, SystemExit("no licence"), **{"metrics.jsonl": "{}\n"})
+    assert (tmp_path / "run/error.txt").read_text() == "SystemExit: no licence\n"
+
+
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), asyncio.CancelledError()])
 def test_a_run_that_was_interrupted_did_not_fail(tmp_path: Path, resolved: Resolved[Recipe], interrupt: BaseException) -> None:
     end(tmp_path / "run", resolved, interrupt, **{"metrics.jsonl": "{}\n"})

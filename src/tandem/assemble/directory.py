@@ -147,8 +147,8 @@ def _alone(directory: Path) -> Generator[None]:
 
 
 def _note_failure(directory: Path, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-    """For `tandem runs` and `tandem show`; what interrupts a run is no failure."""
-    if isinstance(error, Exception):
+    """For `tandem runs` and `tandem show`; what interrupts a run is no failure, but sys.exit, which its own code calls, is."""
+    if isinstance(error, Exception | SystemExit):
         first = first_error(error)
         with suppress(SnapshotError):  # where the disk is full, which is what failed then
             write_whole(directory / FAILURE, f"{type(first).__name__}: {first}\n")
