@@ -494,6 +494,5 @@ async def _dry_run(recipe: Recipe, console: Console) -> None:
     _say_planned(planned, console)
     for line in phases[-1].workers.describe().splitlines():
         console.print(f"place    {line}", markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"place    rewards in processes of their own; all else here, on the CPU, {recipe.run.threads} thread(s)", soft_wrap=True
-    )
+    apart = "rewards in processes of their own; " if recipe.reward is not None and recipe.reward.apart else ""
+    console.print(f"place    {apart}all else here, on the CPU, {recipe.run.threads} thread(s)", soft_wrap=True)

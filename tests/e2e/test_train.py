@@ -144,9 +144,22 @@ def test_a_model_directory_goes_on(run: Path, tmp_path: Path) -> None:
 def test_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tandem("train", str(run.parent / "tiny.yaml"), f"run.dir={tmp_path / 'dry'}", "--dry-run") == 0
     said = capsys.readouterr().out
-    for word in ("6 steps of sft", "4 steps of grpo", "old_logprobs", "KV cache", "exact"):
+    for word in (
+        "6 steps of sft",
+        "4 steps of grpo",
+        "old_logprobs",
+        "KV cache",
+        "exact",
+        "place    rewards in processes of their own; all else here",
+    ):
         assert word in said
     assert not (tmp_path / "dry").exists()
+
+
+def test_dry_run_says_where_rewards_are_judged(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("reward={function: environment, workers: null}", "warmup=null", "--dry-run")
+    assert tandem("train", str(run.parent / "tiny.yaml"), f"run.dir={tmp_path / 'dry'}", *overrides) == 0
+    assert "rewards in processes of their own" not in capsys.readouterr().out
 
 
 def test_config_says_where_each_value_comes_from(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,3 +70,11 @@ def test_parts_are_the_components_unless_others_are_named() -> None:
     parts = {"right": PartConfig(function="exact_match"), "form": PartConfig(function="regex", weight=0.5)}
     assert RewardConfig(parts=parts).promised == ("right", "form")
     assert RewardConfig(parts=parts, components=("form",)).promised == ("form",)
+
+
+def test_functions_run_apart_unless_they_are_called_where_the_loop_runs() -> None:
+    here, apart = PartConfig(function="environment"), PartConfig(function="regex")
+    assert RewardConfig(function="regex").apart
+    assert RewardConfig(parts={"a": here, "b": apart}).apart
+    assert not RewardConfig(parts={"a": here, "b": PartConfig(url=URL)}).apart
+    assert not RewardConfig(function="environment").apart

@@ -113,6 +113,11 @@ class _JudgedBy:
         return self.workers if self.workers is not None else _AT_ONCE["function" if self.function is not None else "url"]
 
     @property
+    def apart(self) -> bool:
+        """Whether a function of it runs in worker processes."""
+        return self.function is not None and self.function not in HERE
+
+    @property
     def one_try_s(self) -> float:
         """Seconds for one try of a call."""
         return self.try_limit_s if self.try_limit_s is not None else self.limit_s / 3
@@ -159,6 +164,11 @@ class RewardConfig(_JudgedBy):
                 "give one of function (a name), url (a judge over HTTP), judge (a language model) and parts (several of them), and "
                 "null for the others where they have a value"
             )
+
+    @property
+    def apart(self) -> bool:
+        """Whether a function of it, or of one of its parts, runs in worker processes."""
+        return super().apart or any(part.apart for part in self.parts.values())
 
     @property
     def promised(self) -> tuple[str, ...]:
