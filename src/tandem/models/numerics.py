@@ -16,7 +16,8 @@ by the threads it may use. The rules give it no choice (CPU, torch 2.13; `linear
    float32 and rounds the result. In bfloat16 on a processor with AMX, oneDNN sums in one order up to AMX_ROWS, in another above,
    and, by shape, again in the first from many rows on. There a product is made of parts of AMX_ROWS; but one of more than AMX_MANY
    is filled up to a multiple of AMX_STEP, and made at once, where that gives the bits of parts: it is tried, once a shape.
-2. Products of a backward pass promise no bits: they are those of BLAS where its kernels are those for AVX-512, else oneDNN's.
+2. Products of a backward pass promise no bits: those for a gradient of weights are of BLAS, those for one of inputs, too, where its
+   kernels are those for AVX-512, else oneDNN's.
 3. A window of keys starts at column 0 of its row and is a multiple of KEYS long: P V blocks its keys from the first
    column on, and short windows take other kernels. P V is summed in tiles of TILE keys, in order, the last one cut.
 4. A product with keys has at least QUERIES rows of queries (grouped heads leave fewer in a decode step), and its inner
@@ -130,11 +131,11 @@ def _sums_in_order(inner: int) -> bool:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Gives a [M, K] times b [K, N] for backward passes: no promise about bits.
 
-    torch's own product reads a matrix that is turned without a copy of it. In bfloat16 it is oneDNN's, in float32 that of BLAS,
-    which is as fast where its kernels are those for AVX-512: where it sums in order.
+    torch's own product reads a matrix that is turned without a copy of it, as `a` is for a gradient of weights. In bfloat16 it is
+    oneDNN's, in float32 that of BLAS, which else is as fast only where its kernels are those for AVX-512: where it sums in order.
     """
     wide = _multiplied(a.dtype)
-    if wide == torch.bfloat16 or _sums_in_order(IN_ORDER):
+    if wide == torch.bfloat16 or a.stride(0) == 1 or _sums_in_order(IN_ORDER):
         return in_dtype(in_dtype(a, wide) @ in_dtype(b, wide), a.dtype)
     return _linear(a, b.t(), None)
 
