@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tandem.device import Hardware
 from tandem.errors import RegistryError, RunError, StalledError, WorkerError
 from tandem.runtime.forkserver import ForkServer, fork_server
 from tandem.runtime.placement import ResourcePool, place
-from tandem.runtime.pool import PoolGroup
+from tandem.runtime.pool import PoolGroup, Runtime
 from tandem.runtime.process import Processes
 from tandem.runtime.worker import Do
 from tests.runtime.workers import Worker
@@ -445,5 +446,138 @@ def test_a_spare_worker_that_dies_before_all_were_there_is_a_death(tmp_path: Pat
         with pytest.raises(WorkerError, match="SIGKILL"):
             await runtime.__aenter__()
         assert "of pool spare-1 was killed by SIGKILL" in runtime.death
+
+    asyncio.run(main())
+
+
+# --------------------------------------------------------------------------------------- a new pool for one that died
+
+
+@asynccontextmanager
+async def two_spare(
+    logs: Path, factory: str = FACTORY, *arguments: object
+) -> AsyncGenerator[tuple[Processes, list[PoolGroup], list[str]]]:
+    """A runtime with two spare pools, of which the factory is the first one's; their groups; what is told."""
+    pools, told = [ResourcePool(name, 1) for name in ("spare-0", "spare-1")], list[str]()
+    runtime = Processes(place(pools, Hardware(2)), logs, limit_s=120, spare=["spare-0", "spare-1"])
+    runtime.tell = told.append
+    groups = [runtime.group("first", "spare-0", factory, *arguments), runtime.group("second", "spare-1", FACTORY)]
+    async with runtime:
+        yield runtime, groups, told
+
+
+async def die(group: PoolGroup) -> None:
+    with pytest.raises(WorkerError, match=r"\.die: rank 0 "):
+        await group.call(Worker.die, 0, signal.SIGKILL)
+
+
+def begun(lives: Path, num: int) -> None:
+    """Waits until so many workers are being made."""
+    while len(lives.read_text().split()) < num:
+        time.sleep(0.01)
+
+
+async def returned(runtime: Runtime[Any]) -> list[str]:
+    """When all that is being started is there or is not to be."""
+    await asyncio.wait(runtime._coming.values(), timeout=20)
+    return runtime.returned()
+
+
+def test_a_spare_pool_that_dies_is_started_again_and_takes_its_place_when_it_is_asked_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with two_spare(tmp_path) as (runtime, (first, second), told):
+            before = await first.call(Worker.pid)
+            await die(first)
+            assert await asyncio.wait_for(second.call(Worker.echo, 5), 5) == 5
+            await asyncio.wait(runtime._coming.values(), timeout=20)
+            with pytest.raises(WorkerError, match=rf"first\.pid cannot be called: rank 0 \(process {before} .*SIGKILL"):
+                await first.call(Worker.pid)
+            assert runtime.returned() == ["spare-0"]
+            assert runtime.returned() == []
+            after = await first.call(Worker.pid)
+            assert after != before
+            assert alive(after)
+            assert told[0].startswith(
+                "the run goes on without pool spare-0 while it is started again (try 1 of 3): rank 0 (process"
+            )
+            assert told[1:] == ["pool spare-0 is there again, with a new process"]
+            await die(second)
+            assert not runtime.death, "the first one lives"
+            assert await returned(runtime) == ["spare-1"]
+            pids = [await group.call(Worker.pid) for group in (first, second)]
+        assert not any(map(alive, pids))
+
+    asyncio.run(main())
+
+
+def test_a_pool_whose_new_processes_die_as_they_start_is_given_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        lives = tmp_path / "lives"
+        async with two_spare(tmp_path, "tests.runtime.workers:short_lived", lives) as (runtime, (first, second), told):
+            await die(first)
+            for _ in range(3):
+                assert await returned(runtime) == []
+            assert not runtime._coming
+            assert len(lives.read_text().split()) == 4
+            assert [said.partition(":")[0] for said in told] == [
+                *(f"the run goes on without pool spare-0 while it is started again (try {number} of 3)" for number in (1, 2, 3)),
+                "the run goes on without pool spare-0 for good, after 3 tries to start it again",
+            ]
+            assert "building the workers of first: rank 0 (process" in told[-1]
+            assert not runtime.death
+            await second.call(Worker.pid)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_pool_that_dies_at_once_each_time_is_given_up_and_one_that_lives_a_while_is_not(lives: bool, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with two_spare(tmp_path) as (runtime, (first, _), _):
+            for _ in range(3):
+                await die(first)
+                assert await returned(runtime) == ["spare-0"]
+                if lives:
+                    runtime.returned()
+            await die(first)
+            assert bool(runtime._coming) is lives
+
+    asyncio.run(main())
+
+
+def test_a_new_process_that_dies_before_its_turn_is_no_return(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with two_spare(tmp_path) as (runtime, (first, _), told):
+            await die(first)
+            (coming,) = runtime._coming.values()
+            (process,) = (await coming)._members
+            os.kill(process.pid, signal.SIGKILL)
+            await (await coming)._ended
+            assert runtime.returned() == []
+            assert f"(try 2 of 3): the new one did not live: rank 0 (process {process.pid}" in told[-1]
+            assert await returned(runtime) == ["spare-0"]
+
+    asyncio.run(main())
+
+
+def test_the_end_waits_for_no_process_that_is_coming_and_leaves_none(tmp_path: Path) -> None:
+    async def main() -> None:
+        lives = tmp_path / "lives"
+        async with two_spare(tmp_path, "tests.runtime.workers:late", lives) as (_, (first, _), _):
+            await die(first)
+            await asyncio.to_thread(begun, lives, 2)
+        assert not any(alive(int(pid)) for pid in lives.read_text().split())
+
+    asyncio.run(asyncio.wait_for(main(), 40))
+
+
+def test_a_process_that_has_come_and_that_nobody_asked_for_ends_with_the_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with two_spare(tmp_path) as (runtime, (first, _), _):
+            await die(first)
+            (coming,) = runtime._coming.values()
+            (process,) = (await coming)._members
+            assert alive(process.pid)
+        assert not alive(process.pid)
 
     asyncio.run(main())

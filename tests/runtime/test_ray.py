@@ -33,7 +33,7 @@ from tandem.runtime.ray_queue import RayQueueClient, RayQueueServer
 from tandem.types import GroupKey, Key
 from tests.runtime.ray_cluster import cluster
 from tests.runtime.served import far, near
-from tests.runtime.test_process import alive, gone_within
+from tests.runtime.test_process import alive, die, gone_within, returned
 from tests.runtime.workers import Worker
 
 pytestmark = pytest.mark.ray
@@ -262,6 +262,30 @@ def test_what_the_cluster_does_not_have_is_refused_before_anything_starts(tmp_pa
         assert "trainer 2 x (1 cores, 0 devices)" in text
         assert re.search(r"[01] CPU, .* are free", text), text  # Ray counts what the last ones had a moment longer
         assert not (tmp_path / "none").exists()
+
+    asyncio.run(main())
+
+
+def test_a_spare_pool_that_dies_is_started_again_in_its_place(tmp_path: Path) -> None:
+    """Whoever listens hears of the new actor, too."""
+
+    async def main() -> None:
+        pools, heard = [ResourcePool(name, 1) for name in ("spare-0", "spare-1")], list[Any]()
+        runtime = RayCluster(pools, tmp_path, limit_s=60, spare=["spare-0", "spare-1"])
+        first, second = (runtime.group(pool.name, pool.name, FACTORY) for pool in pools)
+        runtime.listen(heard.append)
+        async with runtime:
+            before = await first.call(Worker.pid)
+            await die(first)
+            await second.call(Worker.pid)
+            assert await returned(runtime) == ["spare-0"]
+            assert await first.call(Worker.pid) != before
+            assert len(heard) == 3
+            assert [seat.pool for seat in runtime.seats] == ["spare-0", "spare-1"]
+            await die(second)
+            assert not runtime.death
+            pids = [await first.call(Worker.pid)]
+        assert gone_within(pids, 5)
 
     asyncio.run(main())
 

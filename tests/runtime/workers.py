@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,3 +185,18 @@ def unborn(rank: Rank) -> Worker:
     """The factory of a worker whose process does not live to see it."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError(rank)
+
+
+def short_lived(rank: Rank, lives: Path) -> Worker:
+    """The factory of a worker of which the first lives, and no other. lives: a file with a line for each."""
+    with lives.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    return Worker(rank) if len(lives.read_text().split()) == 1 else unborn(rank)
+
+
+def late(rank: Rank, lives: Path) -> Worker:
+    """The factory of a worker of which the first comes at once, and others after minutes. lives: as of `short_lived`."""
+    with lives.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(600 * (len(lives.read_text().split()) > 1))
+    return Worker(rank)

@@ -4,13 +4,15 @@
 
 A pool lives and dies whole. A worker that dies is an error that names it and shows the end of its log, and ends the pool,
 since its peers would wait for it; so does a call in which nothing moves for its limit, and one that failed on a rank while
-its peers wait for that rank in a collective. Whoever still calls into an ended pool gets the same error again.
+its peers wait for that rank in a collective. Whoever still calls into an ended pool gets the same error again, unless another
+pool was put into the place of one that can be done without.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -28,6 +30,7 @@ from tandem.runtime.worker import Build, Do, Join, Order
 
 _SLICES = 10  # an event loop that is busy with something else uses up one of them and not the limit
 _PEERS_LIMIT_S = 5.0  # that ranks have to finish a call which failed on another, before they count as stuck
+_TRIES = 3  # at a new pool in the place of one that died, in a row, none of which lived from one `returned` to the next
 
 
 class Member(Protocol):
@@ -74,6 +77,15 @@ class Pool(ABC, Generic[M]):
         self.started = True
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why, when no process is left
         await self._start()
+
+    @abstractmethod
+    def again(self) -> Self:
+        """A pool in the same place, that has not started."""
+
+    @property
+    def ended(self) -> str:
+        """Why no process is left, if that is so."""
+        return self._ended.result() if self._ended.done() else ""
 
     @abstractmethod
     async def _start(self) -> None:
@@ -193,33 +205,45 @@ class PoolGroup(Group):
         self._pool = pool
         self._collectives = collectives
 
-    async def build(self, factory: str, arguments: tuple[object, ...]) -> None:
-        """Makes the worker of each rank, in its process."""
+    async def build(self, pool: Pool[Any], factory: str, arguments: tuple[object, ...]) -> None:
+        """Makes the worker of each rank, in its process of the pool: this group's own, or one that is to take its place."""
         if self._collectives:
-            await self._pool.join()
+            await pool.join()
         ranks = [Rank(index, self.size, self._replicas) for index in range(self.size)]
         builds = [Build(self._role, rank, factory, arguments, self._collectives) for rank in ranks]
-        await self._pool.order(f"building the workers of {self._role}", builds, stuck=self._collectives)
+        await pool.order(f"building the workers of {self._role}", builds, stuck=self._collectives)
+
+    def move(self, pool: Pool[Any]) -> None:
+        """From now on calls go to the workers that were built there."""
+        self._pool = pool
 
     async def _all(self, method: str, calls: Sequence[Call]) -> list[Any]:
         made = {id(call): Do(self._role, method, *call) for call in calls}
         return await self._pool.order(f"{self._role}.{method}", [made[id(call)] for call in calls], stuck=self._collectives)
 
 
-class Runtime(ABC):
+Q = TypeVar("Q", bound=Pool[Any])
+
+
+class Runtime(ABC, Generic[Q]):
     """Pools of processes, for the length of an `async with`. Groups are declared before, and their workers built as it begins.
 
-    spare: names of pools that can be done without as long as one of them lives, once all were there.
+    spare: names of pools that can be done without as long as one of them lives, once all were there. Where one of them dies, a new
+    one is started and its workers are built while everything goes on; `returned` puts it into its place. tell: is called with a
+    sentence when one dies and when one is there again.
     """
 
-    def __init__(self, pools: Mapping[str, Pool[Any]], spare: Collection[str] = ()) -> None:
-        self._pools, self._spare = pools, frozenset(spare)
+    def __init__(self, pools: Mapping[str, Q], spare: Collection[str] = ()) -> None:
+        self.tell: Callable[[str], None] = lambda said: None
+        self._pools, self._spare = dict(pools), frozenset(spare)
         self._complete = False
         self._dead: list[str] = []  # names of pools, in the order in which they died
         self._died = asyncio.Event()
+        self._coming: dict[str, asyncio.Task[Q]] = {}
+        self._tries = Counter[str]()
         for name, pool in pools.items():
             pool.died = partial(self._pool_died, name)
-        self._declared: list[tuple[PoolGroup, str, tuple[object, ...]]] = []
+        self._declared: list[tuple[str, PoolGroup, str, tuple[object, ...]]] = []
 
     @property
     def death(self) -> str:
@@ -233,6 +257,8 @@ class Runtime(ABC):
         self._dead.append(name)
         if self.death:
             self._died.set()
+        else:
+            self._replace(name, self._pools[name].death)
 
     async def lost(self) -> None:
         """Raises WorkerError as soon as there is a `death`."""
@@ -253,8 +279,57 @@ class Runtime(ABC):
         if processes.started:
             raise RunError(f"role {role!r} comes too late: groups are declared before their runtime starts")
         group = PoolGroup(role, processes, replicas, collectives)
-        self._declared.append((group, factory, arguments))
+        self._declared.append((pool, group, factory, arguments))
         return group
+
+    # ------------------------------------------------------------------------------------------ a new pool for one that died
+
+    def returned(self) -> list[str]:
+        """Names of spare pools that had died and are there again: from now on calls reach workers that know nothing.
+
+        To be asked now and then: what has not come is tried again then, and one that lives until the next time has returned for
+        good.
+        """
+        lived, there = [name for name in self._tries if name not in self._dead], list[str]()
+        for name, coming in [each for each in self._coming.items() if each[1].done()]:
+            del self._coming[name]
+            error = coming.exception()
+            if why := f"{type(error).__name__}: {error}" if error is not None else coming.result().ended:
+                self._replace(name, f"the new one did not live: {why}")
+                continue
+            self._pools[name] = pool = coming.result()
+            pool.died = partial(self._pool_died, name)
+            for _, group, *_ in self._of(name):
+                group.move(pool)
+            self._dead.remove(name)
+            self.tell(f"pool {name} is there again, with a new process")
+            there.append(name)
+        for name in lived:
+            del self._tries[name]
+        return there
+
+    def _replace(self, name: str, why: str) -> None:
+        if self._tries[name] == _TRIES:
+            self.tell(f"the run goes on without pool {name} for good, after {_TRIES} tries to start it again: {why}")
+            return
+        self._tries[name] += 1
+        self.tell(f"the run goes on without pool {name} while it is started again (try {self._tries[name]} of {_TRIES}): {why}")
+        self._coming[name] = asyncio.create_task(self._new(name), name=f"start pool {name} again")
+
+    async def _new(self, name: str) -> Q:
+        pool = self._pools[name].again()
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(pool.end, "not all of it came")
+            await pool.start()
+            for _, group, factory, arguments in self._of(name):
+                await group.build(pool, factory, arguments)
+            undo.pop_all()
+        return pool
+
+    def _of(self, name: str) -> list[tuple[str, PoolGroup, str, tuple[object, ...]]]:
+        return [each for each in self._declared if each[0] == name]
+
+    # ------------------------------------------------------------------------------------------ beginning and end
 
     @abstractmethod
     async def _prepare(self, undo: AsyncExitStack) -> None:
@@ -267,9 +342,9 @@ class Runtime(ABC):
             undo.push_async_callback(self._end)
             for pool in self._pools.values():
                 await pool.start()
-            while self._declared:
-                group, factory, arguments = self._declared.pop(0)
-                await group.build(factory, arguments)
+            for name, group, factory, arguments in self._declared:
+                await group.build(self._pools[name], factory, arguments)
+            self._declared = [each for each in self._declared if each[0] in self._spare]
             self._undo = undo.pop_all()
         self._complete = True
         return self
@@ -279,4 +354,9 @@ class Runtime(ABC):
         await self._undo.aclose()
 
     async def _end(self) -> None:
+        """None that is coming comes any more when those that are there have ended."""
         await asyncio.gather(*(pool.end("the runtime was closed") for pool in self._pools.values() if pool.started))
+        for coming in self._coming.values():
+            coming.cancel()
+        came = await asyncio.gather(*self._coming.values(), return_exceptions=True)
+        await asyncio.gather(*(pool.end("the runtime was closed") for pool in came if isinstance(pool, Pool)))

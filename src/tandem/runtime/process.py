@@ -27,7 +27,7 @@ _DUMP_S = 0.2  # that a process has to dump its stacks
 _KILL_LIMIT_S = 10.0
 
 
-class Processes(Runtime):
+class Processes(Runtime["_ProcessPool"]):
     """The process runtime.
 
     seats: as `placement.place` made them. logs: a directory for one file a process. limit_s: how long a call may wait while no
@@ -84,6 +84,9 @@ class _ProcessPool(Pool[_Process]):
         self._seats = tuple(seats)
         self._logs = logs
         self._store = logs / f".{name}-meets"
+
+    def again(self) -> _ProcessPool:
+        return _ProcessPool(self._name, self._seats, self._logs, self._limit_s)
 
     async def _start(self) -> None:
         self._server = fork_server()

@@ -85,7 +85,7 @@ def _hardware(has: Mapping[str, float]) -> Hardware:
     return found[0] if found else Hardware(int(has.get("CPU", 0)))
 
 
-class RayCluster(Runtime):
+class RayCluster(Runtime["_RayPool"]):
     """The Ray runtime.
 
     logs: a directory on every node, for one file a process of that node. limit_s: how long a call may wait while no rank
@@ -108,18 +108,17 @@ class RayCluster(Runtime):
         self._address = address
         self._wanted = tuple(pools)
         self._listeners: list[Callable[[Actor], None]] = []
-        self._reserved = {pool.name: _RayPool(pool, logs.absolute(), limit_s, self._listeners) for pool in pools}
-        super().__init__(self._reserved, spare)
+        super().__init__({pool.name: _RayPool(pool, logs.absolute(), limit_s, self._listeners) for pool in pools}, spare)
 
     @property
     def seats(self) -> tuple[Seat, ...]:
         """Who went where, once the runtime is entered."""
-        return tuple(seat for pool in self._reserved.values() for seat in pool.seats)
+        return tuple(seat for pool in self._pools.values() for seat in pool.seats)
 
     def listen(self, listener: Callable[[Actor], None]) -> None:
         """Has it called with every actor that runs, and with every one that is started later."""
         self._listeners.append(listener)
-        for pool in self._reserved.values():
+        for pool in self._pools.values():
             pool.introduce(listener)
 
     def ignore(self, listener: Callable[[Actor], None]) -> None:
@@ -150,7 +149,7 @@ class RayCluster(Runtime):
         first = 0
         for pool in self._wanted:
             bundle = [(index, keepers[nodes[index]]) for index in range(first, first + pool.ranks)]
-            self._reserved[pool.name].reserve(group, bundle, kind)
+            self._pools[pool.name].reserve(group, bundle, kind)
             first += pool.ranks
 
     def _stopped(self) -> None:
@@ -228,6 +227,11 @@ class _RayPool(Pool[_Actor]):
         self._group = group
         self._bundles = bundles
         self._kind: Kind = kind
+
+    def again(self) -> _RayPool:
+        pool = _RayPool(self._wanted, self._logs, self._limit_s, self._listeners)
+        pool.reserve(self._group, self._bundles, self._kind)
+        return pool
 
     def introduce(self, listener: Callable[[Actor], None]) -> None:
         for member in self._members:
