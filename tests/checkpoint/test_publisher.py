@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.checkpoint.collective import Collective
 from tandem.checkpoint.disk import Disk
 from tandem.checkpoint.fake import FakeWeightWorker
 from tandem.checkpoint.publisher import CheckpointConfig, Publisher, _Costs  # pyright: ignore[reportPrivateUsage]
@@ -234,5 +235,98 @@ def test_engines_beside_the_trainer_are_not_enough(tmp_path: Path) -> None:
             await engine.connect(InlineGroup([trainer]), [own, lent])
             with pytest.raises(EngineError, match=r"no rollout engine holds policy@0\.1: engine 0: .*cannot be reached"):
                 await engine.publish(PolicyRef(version=1))
+
+    asyncio.run(scenario())
+
+
+class Mortal(Watched):
+    """Cannot be reached while it is `gone`."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(weights, wrong=False)
+        self.gone = False
+
+    async def pause(self) -> None:
+        if self.gone:
+            raise WorkerError("its process was killed")
+        await super().pause()
+
+    def begin_again(self, weights: Weights) -> None:
+        self.weights, self.policy, self.gone, self.asked = weights, PolicyRef(), False, []
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+@pytest.mark.parametrize("encoding", ["full", "delta", "auto"])
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_an_engine_that_is_there_again_is_given_everything_by_the_next_publish(
+    name: str, encoding: str, noticed: bool, tmp_path: Path
+) -> None:
+    """However often it was tried while it was gone, and also where no publish has noticed that it was; the other one goes on."""
+
+    async def scenario() -> None:
+        trainer = FakeWeightWorker(some_weights(), copies=True)
+        good, mortal, back = Rollout(zeros(trainer)), Mortal(zeros(trainer)), list[Mortal]()
+        config = CheckpointConfig(encoding=encoding, limit_s=30)  # type: ignore[arg-type]
+
+        def returned() -> list[Mortal]:
+            found = back[:]
+            back.clear()
+            return found
+
+        transport = TRANSPORTS[name](tmp_path)
+        async with aclosing(Publisher([transport], config, PROBE, returned=returned)) as engine:
+            await engine.connect(InlineGroup([trainer]), [good, mortal])
+            for version in range(1, 10):
+                mortal.gone = noticed and version in (4, 5, 6)
+                if version == 7:
+                    mortal.begin_again(zeros(trainer))
+                    back.append(mortal)
+                metrics = await engine.publish(PolicyRef(version=version))
+                assert engine.admitted == ((good,) if mortal.gone else (good, mortal))
+                assert metrics["publish/came_back"].value == (version == 7)
+                assert metrics["publish/left_out"].value == mortal.gone
+                if version == 7:
+                    assert metrics["publish/sent_frac"].value == 1
+                    assert mortal.asked == ["pause", "load", "held", "resume"]
+                for each in engine.admitted:
+                    assert isinstance(each, Rollout)
+                    assert all(each.weights[weight].equal(trainer.held[weight]) for weight in trainer.held)
+                update(trainer)
+            assert metrics["publish/delta"].value == (encoding == "delta") or encoding == "auto"
+            if isinstance(transport, Collective):
+                assert transport._sets == (3 if noticed else 2), "the new process is in none of the old one's groups"
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_one_that_is_there_again_and_does_not_agree_has_not_come_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = FakeWeightWorker(some_weights(), copies=True)
+        good, wrong = Rollout(zeros(trainer)), Watched(zeros(trainer), wrong=True)
+        returned = iter([[], [wrong]])
+        transport = TRANSPORTS["disk"](tmp_path)
+        async with aclosing(Publisher([transport], CheckpointConfig(), PROBE, returned=lambda: next(returned))) as engine:
+            await engine.connect(InlineGroup([trainer]), [good, wrong])
+            for version in (1, 2):
+                metrics = await engine.publish(PolicyRef(version=version))
+                assert engine.admitted == (good,)
+                assert metrics["publish/came_back"].value == 0
+                assert metrics["publish/left_out"].value == 1
+
+    asyncio.run(scenario())
+
+
+def test_what_auto_has_measured_is_not_what_a_publish_took_that_sent_everything_for_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = FakeWeightWorker(some_weights(), copies=True)
+        rollout, there = Rollout(zeros(trainer)), list[Rollout]()
+        config = CheckpointConfig(encoding="auto")
+        async with aclosing(Publisher([TRANSPORTS["disk"](tmp_path)], config, PROBE, returned=lambda: there)) as engine:
+            await engine.connect(InlineGroup([trainer]), [rollout])
+            for version in range(1, 5):
+                there = [rollout] if version == 4 else []  # the one whose time is a delta's
+                metrics = await engine.publish(PolicyRef(version=version))
+            assert metrics["publish/delta"].value == 1
+            assert engine._costs.seconds.keys() == {False}
 
     asyncio.run(scenario())

@@ -122,6 +122,61 @@ def test_a_worker_that_is_killed_ends_its_requests_and_every_call(tmp_path: Path
     asyncio.run(asyncio.wait_for(scene(), 30))
 
 
+class Renewed(InlineGroup):
+    """Its worker can be replaced; what engines say takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__([EngineWorker(engine(decoder(), **CONFIG))])
+
+    @property
+    def worker(self) -> EngineWorker:
+        (worker,) = self._workers
+        assert isinstance(worker, EngineWorker)
+        return worker
+
+    def renew(self) -> None:
+        self.__init__()
+
+    async def _all(self, method: str, calls: Any) -> list[Any]:
+        found = await super()._all(method, calls)
+        await asyncio.sleep(0.01 * (method == "said"))
+        return found
+
+
+def test_what_was_asked_of_a_worker_that_is_gone_is_not_asked_of_the_new_one() -> None:
+    group = Renewed()
+    remote = RemoteEngine(group, vocab_size=61, max_context=128, capabilities=NATIVE, policy=PolicyRef(version=3))
+
+    async def scene() -> None:
+        asking = asyncio.create_task(answer(remote, request(0, (1, 2), max_tokens=9)))
+        await asyncio.sleep(0)  # it is asked, and not sent yet
+        group.renew()
+        remote.begin_again()
+        with pytest.raises(WorkerError, match="is gone, and there is another one"):
+            await asking
+        assert group.worker._num_said == 0
+        assert remote.policy == PolicyRef()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_what_a_new_worker_has_said_has_arrived_when_a_pause_of_it_returns() -> None:
+    """However much was said by the one before."""
+    group = Renewed()
+    remote = RemoteEngine(group, vocab_size=61, max_context=128, capabilities=NATIVE)
+
+    async def scene() -> None:
+        await answers(remote, asked())
+        group.renew()
+        remote.begin_again()
+        async with aclosing(remote.generate(request(0, (1, 2), max_tokens=100))) as stream:
+            await anext(stream)
+            await remote.pause()
+            assert remote._num_heard == group.worker._num_said > 0
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
 def test_a_pause_comes_to_its_end_whatever_is_under_way() -> None:
     """Also the first one after a lull, when nothing was heard of the new request yet."""
     remote = RemoteEngine(

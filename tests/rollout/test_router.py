@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from tandem import device
+from tandem.checkpoint.collective import Collective
 from tandem.checkpoint.publisher import CheckpointConfig, Publisher
 from tandem.checkpoint.shared_memory import SharedMemory
+from tandem.checkpoint.transport import Transport
 from tandem.device import Hardware
-from tandem.errors import EngineError
+from tandem.errors import EngineError, WorkerError
 from tandem.ports import Collect, Dispatch, RolloutEngine, WeightSource, register
 from tandem.queue.memory import MemoryQueue
 from tandem.rollout.native import NativeConfig, NativeEngine
@@ -223,7 +226,7 @@ def test_an_engine_that_is_lent_takes_its_share_and_gives_it_back() -> None:
 
 
 @asynccontextmanager
-async def served(logs: Path, num: int = 2) -> AsyncGenerator[list[RemoteEngine]]:
+async def serving(logs: Path, num: int = 2) -> AsyncGenerator[tuple[Processes, list[RemoteEngine]]]:
     """Native engines with other weights than MODEL's, each in a process of a pool of its own."""
     pools = [ResourcePool(f"rollout-{number}", 1) for number in range(num)]
     runtime = Processes(place(pools, Hardware(num)), logs, limit_s=30, spare=[pool.name for pool in pools])
@@ -231,15 +234,18 @@ async def served(logs: Path, num: int = 2) -> AsyncGenerator[list[RemoteEngine]]
         runtime.group(pool.name, pool.name, "tests.rollout.served:native", 1, CONFIG, logs / f"{pool.name}.pid") for pool in pools
     ]
     async with runtime:
-        yield [RemoteEngine(group, **LIMITS) for group in groups]
+        yield runtime, [RemoteEngine(group, **LIMITS) for group in groups]
 
 
 def kill(logs: Path, number: int) -> None:
     os.kill(int((logs / f"rollout-{number}.pid").read_text()), signal.SIGKILL)
 
 
-def publisher(router: Router) -> Publisher:
-    return Publisher([SharedMemory()], CheckpointConfig(limit_s=20), [[1, 2, 3], [4, 5]], router.look)
+def publisher(
+    router: Router, transport: Transport | None = None, returned: Callable[[], Sequence[RolloutEngine]] = tuple
+) -> Publisher:
+    transports, probe = [transport or SharedMemory()], [[1, 2, 3], [4, 5]]
+    return Publisher(transports, CheckpointConfig(limit_s=20), probe, router.look, returned=returned)
 
 
 def trainer() -> InlineGroup:
@@ -251,7 +257,7 @@ def test_the_samples_are_the_same_when_an_engine_is_killed_while_it_generates(tm
     undisturbed = facts(alone(requests))
 
     async def scene() -> None:
-        async with served(tmp_path) as engines:
+        async with serving(tmp_path) as (_, engines):
             router = Router(**LIMITS)
             checkpoint = publisher(router)
             router.serve(engines, checkpoint)
@@ -271,6 +277,55 @@ def test_the_samples_are_the_same_when_an_engine_is_killed_while_it_generates(tm
             kill(tmp_path, 0)
             with pytest.raises(EngineError, match=r"no rollout engine is left to sample it: .*killed by SIGKILL"):
                 await answer(router, requests[0])
+            await router.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("transport", [SharedMemory, lambda: Collective("127.0.0.1", device.select("cpu"), 1 << 14, limit_s=20)])
+def test_an_engine_that_was_killed_is_sampled_from_again_with_the_weights_of_the_next_publish(
+    transport: Callable[[], Transport], busy: bool, tmp_path: Path
+) -> None:
+    """And not before, when nobody had asked it for anything since; the samples are the undisturbed ones."""
+    requests = asked(4, 4, max_tokens=80)
+    undisturbed = facts(alone(requests))
+
+    async def scene() -> None:
+        async with serving(tmp_path) as (runtime, engines):
+
+            def returned() -> list[RemoteEngine]:
+                there = [engines[int(name.removeprefix("rollout-"))] for name in runtime.returned()]
+                for each in there:
+                    each.begin_again()
+                return there
+
+            router = Router(**LIMITS)
+            checkpoint = publisher(router, transport(), returned)
+            router.serve(engines, checkpoint)
+            await checkpoint.connect(trainer(), engines)
+            await checkpoint.publish(PolicyRef())
+            got = [Answer([], [], []) for _ in requests]
+            running = [asyncio.create_task(answer(router, one, into)) for one, into in zip(requests, got, strict=True)]
+            await until(lambda: sum(len(one.tokens) for one in got) > 200, 0.001)
+            if not busy:
+                await asyncio.gather(*running)
+            kill(tmp_path, 1)
+            await asyncio.gather(*running)
+            await until(lambda: bool(runtime._coming), 0.001)
+            await asyncio.wait(runtime._coming.values())
+            assert facts(await answers(router, requests)) == undisturbed
+            with pytest.raises(WorkerError, match="killed by SIGKILL"):
+                await engines[1].resume()
+            metrics = await checkpoint.publish(PolicyRef(version=1))
+            assert metrics["publish/came_back"].value == 1
+            assert metrics["publish/left_out"].value == 0
+            assert list(checkpoint.admitted) == engines
+            assert engines[1].policy == PolicyRef(version=1)
+            kill(tmp_path, 0)  # what follows can only come from the new one
+            await until(lambda: bool(runtime._coming), 0.001)
+            assert facts(await answers(router, requests)) == undisturbed
+            assert facts(got) == undisturbed
             await router.close()
 
     asyncio.run(asyncio.wait_for(scene(), 60))

@@ -4,14 +4,15 @@
 
 Where weights move an engine stands still from before it loads until it has shown that it holds what was sent, so that nothing is
 sampled from anything else. One that cannot be reached, or that holds something else, is tried again; then it is left out, so that
-nothing may be sampled from it, and offered everything at a later full publish. Where nobody is left, that is an error.
+nothing may be sampled from it, and offered everything at a later full publish. To one that lives in a new process, since its own
+has died, the next publish sends everything. Where nobody is left, that is an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, cast
@@ -111,7 +112,8 @@ class Publisher:
     transports: to be tried in this order, the first that reaches everybody is used. probe: rows of tokens, of two at least, of
     which both ends tell the logprobs. told: called when a publish has decided who is admitted; its metrics are the publish's too.
     beside: engines in the process of the trainer's only rank, on its own model, which stand still during a publish: to them nothing
-    is sent, and what they predict is compared once.
+    is sent, and what they predict is compared once. returned: asked as a publish begins for engines that were gone and are there
+    again since it was asked last, and hold nothing.
     """
 
     def __init__(
@@ -121,8 +123,10 @@ class Publisher:
         probe: Sequence[Sequence[int]],
         told: Callable[[], Metrics] = Metrics,
         beside: Sequence[RolloutEngine] = (),
+        returned: Callable[[], Collection[RolloutEngine]] = tuple,
     ) -> None:
         self._transports, self._config, self._told, self._beside = tuple(transports), config, told, tuple(beside)
+        self._returned = returned
         self._probe = tuple(map(tuple, probe))
         self._rows = _rows(self._probe)
         self._costs = _Costs(config.encoding, config.full_every)
@@ -162,8 +166,8 @@ class Publisher:
 
     async def publish(self, policy: PolicyRef) -> Metrics:
         """Metrics, all publish/...: bytes and time_s; sent_frac, of all bytes; delta, 0 or 1; left_out, how many engines;
-        changed, 0 or 1, where another policy was published before; probe_gap, the largest difference of a logprob, where weights
-        moved. Without engines nothing moves.
+        came_back, how many that had been gone; changed, 0 or 1, where another policy was published before; probe_gap, the largest
+        difference of a logprob, where weights moved. Without engines nothing moves.
         """
         if self._train is None:
             raise EngineError(f"publishing {policy} before connect(train, rollouts)")
@@ -172,7 +176,8 @@ class Publisher:
             return Metrics.sum({"publish/bytes": 0, "publish/time_s": 0.0})
         turn = self._number % self._config.full_every
         delta = self._costs.delta(turn) if self._transport.far or self._config.encoding != "auto" else False
-        sent = await self._hand_out(policy, delta=delta, whole=not delta or turn == 0)
+        new = self._new()
+        sent = await self._hand_out(policy, delta=delta, whole=not delta or turn == 0 or bool(new))
         if self._none_left and delta:
             sent = await self._hand_out(policy, delta=delta, whole=True)
         if self._none_left:
@@ -180,7 +185,8 @@ class Publisher:
                 f"no rollout engine holds {policy}: " + "; ".join(f"engine {each.number}: {each.why}" for each in self._targets)
             )
         seconds = time.perf_counter() - start
-        self._costs.took(turn, delta, seconds)
+        if not new:
+            self._costs.took(turn, delta, seconds)
         before, self._last = self._last, (policy, tuple(each.wire_hash for each in sent))
         metrics = Metrics.mean({"publish/delta": float(delta)})
         if self._transport.moves:
@@ -191,9 +197,10 @@ class Publisher:
         if before is not None and before[0] != policy:
             metrics += Metrics.mean({"publish/changed": float(before[1] != self._last[1])})
         left_out = len(self._targets) - len(self.admitted)
+        came_back = sum(each.admitted for each in new)
         moved = sum(each.num_bytes for each in sent)
-        metrics += Metrics.sum({"publish/bytes": moved, "publish/left_out": left_out, "publish/time_s": seconds})
-        return metrics + self._told()
+        metrics += Metrics.sum({"publish/bytes": moved, "publish/time_s": seconds})
+        return metrics + Metrics.sum({"publish/left_out": left_out, "publish/came_back": came_back}) + self._told()
 
     async def aclose(self) -> None:
         for transport in self._transports:
@@ -212,6 +219,16 @@ class Publisher:
             target.reader = NothingToMove(self._opened[0].blocks) if target.reads else None
         for target, reader in zip(sent, self._transport.readers(self._opened), strict=True):
             target.reader = reader
+
+    def _new(self) -> list[_Target]:
+        """Engines that are there again, and that nothing was offered yet."""
+        there = self._returned()
+        new = [each for each in self._targets if any(each.engine is engine for engine in there)]
+        for each in new:
+            each.failures = each.again = 0
+            if self._transport.meets:
+                each.reader = None  # its place in the group was the old process's
+        return new
 
     @property
     def _none_left(self) -> bool:

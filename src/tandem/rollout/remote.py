@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count
 from typing import Concatenate, ParamSpec, TypeVar
 
-from tandem.errors import EngineError, TandemError
+from tandem.errors import EngineError, TandemError, WorkerError
 from tandem.ports import Collect, Dispatch, Held, Place, RolloutEngine, WeightSource, WorkerGroup, register
 from tandem.rollout.requests import check_request
 from tandem.types import Chunk, GenerateRequest, Key, PolicyRef
@@ -127,7 +127,7 @@ class RemoteEngine:
 
     vocab_size, max_context, capabilities: of the engine there. policy: that it holds at first.
 
-    A request whose worker is gone ends with that WorkerError or StalledError, and so does every call.
+    A request whose worker is gone ends with that WorkerError or StalledError, and so does every call, until `begin_again`.
     """
 
     def __init__(
@@ -193,6 +193,11 @@ class RemoteEngine:
             chunks.put_nowait(Chunk((), (), self._policy, "abort"))
         self._live.clear()
 
+    def begin_again(self) -> None:
+        """The group has a new worker, whose engine holds nothing: what was asked of the one before is lost with it."""
+        self._lose(WorkerError("the worker of this request is gone, and there is another one"))
+        self._policy, self._num_heard = PolicyRef(), 0
+
     # ------------------------------------------------------------------------------------------------- requests
 
     def _check_open(self, request: GenerateRequest) -> None:
@@ -236,13 +241,17 @@ class RemoteEngine:
         try:
             await task()
         except TandemError as error:
-            self._asked, self._left = [], []
-            for chunks in self._live.values():
-                chunks.put_nowait(error)
-            self._live.clear()
+            self._lose(error)
         finally:
             del self._tasks[name]
             self._tell()
+
+    def _lose(self, error: TandemError) -> None:
+        """All requests end with this."""
+        self._asked, self._left = [], []
+        for chunks in self._live.values():
+            chunks.put_nowait(error)
+        self._live.clear()
 
     async def _send(self) -> None:
         """What gathers while a message is on its way goes with the next one."""
