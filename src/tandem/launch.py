@@ -232,7 +232,7 @@ class _PhaseRun:
         self.began_s = began_s
         if phase.copies_policy and (self.store.latest() is None or not initial.is_dir()):
             phase.model.save(initial)
-        self.restarts.watch(phase.name, self.store, lambda: phase.workers.death)
+        self.restarts.watch(phase.name, self.store, phase.workers)
         async with phase.workers, aclosing(phase.checkpoint):
             await phase.begin(initial)
             try:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,16 @@ from tandem.checkpoint.snapshots import SnapshotConfig, SnapshotStore
 DEATH = "rank 1 (process 7 on host) of pool trainer was killed by SIGKILL, and its peers were ended. It wrote nothing to its log."
 
 
+@dataclass
+class Workers:
+    """Of a phase, of whom one died or none."""
+
+    death: str = ""
+
+    def tell(self, tell: Callable[[str], None]) -> None:
+        self.told = tell
+
+
 class Case:
     """Restarts of a run in phase `train`, and what they print."""
 
@@ -22,7 +34,7 @@ class Case:
         self.restarts = Restarts(most, Console(file=self.out, width=40))
 
     def after_an_error(self, death: str = DEATH) -> bool:
-        self.restarts.watch("train", self.store, lambda: death)
+        self.restarts.watch("train", self.store, Workers(death))
         return self.goes_on()
 
     def goes_on(self) -> bool:
@@ -53,6 +65,13 @@ def test_an_error_without_a_death_is_an_error(tmp_path: Path) -> None:
     assert not case.goes_on(), "nothing runs"
     assert not case.out.getvalue()
     assert case.restarts.total == 0
+
+
+def test_what_the_workers_tell_is_said(tmp_path: Path) -> None:
+    case, workers = Case(3, tmp_path), Workers()
+    case.restarts.watch("train", case.store, workers)
+    workers.told("pool rollout-1 is there again")
+    assert case.out.getvalue() == "warning: pool rollout-1 is there again\n"
 
 
 def test_with_0_a_death_ends_the_run(tmp_path: Path) -> None:
@@ -100,7 +119,7 @@ def test_ctrl_c_ends_a_run_whatever_else_died(tmp_path: Path) -> None:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            case.restarts.watch("train", case.store, lambda: DEATH)
+            case.restarts.watch("train", case.store, Workers(DEATH))
             went_on.append(case.restarts.go_on())
 
     async def main() -> None:

@@ -6,18 +6,23 @@ if nothing had happened.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem.checkpoint.publisher import Publisher
 from tandem.models.hf import load_value_model
+from tandem.rollout.remote import RemoteEngine
+from tandem.runtime.process import _ProcessPool
 from tandem.text.tokenizer import load_tokenizer
+from tandem.types import Metrics, PolicyRef
 from tests.e2e.runs import REWARD, assert_same, forked, outcome, read_lines, started, tandem, write_recipe
 from tests.runtime.ray_cluster import cluster
 
@@ -26,12 +31,17 @@ GRPO = ("algorithm=grpo",)
 PROCESS = "runtime=process"
 
 
-def trained(directory: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+def trained(
+    directory: Path,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> dict[str, Any]:
     """What the tiny recipe comes to; how many bytes a publish moves, and which engine samples, is the runtime's own affair."""
     log = directory.with_suffix(".log")
     directory.parent.mkdir(parents=True, exist_ok=True)
     command = ["train", str(write_recipe(directory.parent)), f"run.dir={directory}", *arguments]
-    assert forked(command, log, environment=environment) == 0, log.read_text()
+    assert forked(command, log, environment=environment, before=before) == 0, log.read_text()
     found = outcome(directory)
     for line in (*found["metrics"], *found["warmup"]):
         for name in ("publish/bytes", "rollout/moved_requests"):
@@ -56,26 +66,67 @@ def test_one_rank_elsewhere_is_one_rank_here_bit_for_bit(
     assert_same(trained(tmp_path / "run", *arguments, PROCESS, f"runtime.pools={pools}"), inline[arguments])
 
 
-@pytest.mark.parametrize(
-    ("runtime", "dies"),
-    [
-        ("process", True),
-        pytest.param("process", False, marks=pytest.mark.slow),
-        pytest.param("ray", False, marks=[pytest.mark.slow, pytest.mark.ray]),
-    ],
-)
-def test_several_engines_sample_what_one_does_also_where_one_dies(
-    runtime: str, dies: bool, inline: dict[tuple[str, ...], Any], tmp_path: Path
-) -> None:
-    """Bit for bit; the run neither ends nor begins again."""
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["process", pytest.param("ray", marks=pytest.mark.ray)])
+def test_several_engines_sample_what_one_does(runtime: str, inline: dict[tuple[str, ...], Any], tmp_path: Path) -> None:
     there = {"RAY_ADDRESS": cluster().address} if runtime == "ray" else {}
-    there |= {"TANDEM_CRASH_AT": "rollout-1-0/rollout.step:30"} if dies else {}
     engines = ("rollout.engines=2", f"runtime={runtime}", "runtime.pools={trainer: 1}")
     assert_same(trained(tmp_path / "run", *GRPO, *engines, environment=there), inline[GRPO])
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert (sum(line.get("rollout/moved_requests", 0) for line in lines) > 0) is dies
-    assert [line["publish/left_out"] for line in lines if "publish/left_out" in line][-1] == dies
+    for name in ("rollout/moved_requests", "publish/left_out", "publish/came_back"):
+        assert sum(line.get(name, 0) for line in lines) == 0
+
+
+SAMPLED_AGAIN = "the second engine has sampled again"
+
+
+def killed_while_it_samples() -> None:
+    """The second engine, once. A publish waits for the process that is started in its place; when that samples it is printed."""
+    tell, begin_again, publish = RemoteEngine._tell, RemoteEngine.begin_again, Publisher.publish
+    killed, renewed = set[RemoteEngine](), set[RemoteEngine]()
+
+    def told(self: RemoteEngine) -> None:
+        tell(self)
+        if self in renewed and self._num_heard:
+            renewed.remove(self)
+            print(SAMPLED_AGAIN)
+        group: Any = self._group
+        if not killed and group._role == "rollout-1" and self._live:
+            killed.add(self)
+            (member,) = group._pool._members
+            os.kill(member.pid if isinstance(group._pool, _ProcessPool) else member.place.pid, signal.SIGKILL)
+
+    def begun_again(self: RemoteEngine) -> None:
+        begin_again(self)
+        renewed.add(self)
+
+    async def patient(self: Publisher, policy: PolicyRef) -> Metrics:
+        starting = [task for task in asyncio.all_tasks() if task.get_name().startswith("start pool")]
+        if starting:
+            await asyncio.wait(starting)
+        return await publish(self, policy)
+
+    RemoteEngine._tell, RemoteEngine.begin_again, Publisher.publish = told, begun_again, patient  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("runtime", ["process", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.ray])])
+def test_an_engine_that_dies_is_sampled_from_again_and_nobody_can_see_it(
+    runtime: str, inline: dict[tuple[str, ...], Any], tmp_path: Path
+) -> None:
+    """Bit for bit; the run neither ends nor begins again."""
+    run = tmp_path / "run"
+    there = {"RAY_ADDRESS": cluster().address} if runtime == "ray" else {}
+    engines = ("rollout.engines=2", f"runtime={runtime}", "runtime.pools={trainer: 1}")
+    assert_same(trained(run, *GRPO, *engines, environment=there, before=killed_while_it_samples), inline[GRPO])
+    lines = read_lines(run / "metrics.jsonl")
+    assert sum(line.get("rollout/moved_requests", 0) for line in lines) > 0
+    assert sum(line.get("publish/came_back", 0) for line in lines) == 1
+    assert sum(line.get("publish/left_out", 0) for line in lines) == 0
     assert not any("run/restarts" in line for line in lines)
+    said = " ".join(run.with_suffix(".log").read_text().split())
+    assert "the run goes on without pool rollout-1 while it is started again (try 1 of 3): rank 0 (process" in said
+    assert "pool rollout-1 is there again, with a new process" in said
+    assert SAMPLED_AGAIN in said
 
 
 @pytest.mark.slow

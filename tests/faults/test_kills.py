@@ -137,6 +137,7 @@ CHAINS: dict[str, tuple[str, tuple[str, ...]]] = {
 TWO_RANKS = ("trainer-1/update.before_step:3", "trainer-0/update.after_step:5", "trainer-1/train.in_save:4")
 BY_ITSELF = {
     "one rank after the other": ("ranks", ("trainer-1/update.before_step:3", "trainer-0/train.in_save:2")),
+    "one engine after the other": ("engines", ("rollout-1-0/publish.in_load:2", "rollout-0-0/rollout.step:40")),
     "an actor": ("ray", ("trainer-1/forward.after:4",)),
     "a worker, and the fork server": ("separate_async", ("trainer-0/update.after_step:5", "forkserver/fork.after:3")),
 }

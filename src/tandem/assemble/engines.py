@@ -88,7 +88,14 @@ def publish_to(
     made = Blueprint.of(model.decoder), *how
     own = [_remote(engine, workers.alone(number, _SERVED, *made)) for number in range(num_alone(recipe))]
     lent = [_remote(engine, workers.beside("policy", "lent", _LENT, *how))] if recipe.rollout.lend else []
-    checkpoint = build_checkpoint(recipe, model, logs, engine.look, lent)
+
+    def returned() -> list[RolloutEngine]:
+        there = [own[number] for number in workers.returned()]
+        for each in there:
+            each.begin_again()
+        return [*there]
+
+    checkpoint = build_checkpoint(recipe, model, logs, engine.look, lent, returned)
     engine.serve(own, checkpoint, lent)
     return (*own, *lent), checkpoint
 

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from rich.console import Console
 
 from tandem.checkpoint.snapshots import SnapshotStore
+
+
+class Mortal(Protocol):
+    """As much of a phase's workers as is needed here. death: which of their processes died, and how, if one did."""
+
+    @property
+    def death(self) -> str: ...
+    def tell(self, tell: Callable[[str], None]) -> None: ...
 
 
 class Restarts:
@@ -22,12 +31,13 @@ class Restarts:
         self._most, self._console = most, console
         self._in_vain = 0
         self._furthest: dict[str, int] = {}
-        self._running: tuple[str, SnapshotStore, Callable[[], str]] | None = None
+        self._running: tuple[str, SnapshotStore, Mortal] | None = None
         self._unlogged = ""  # the phase of the last one
 
-    def watch(self, phase: str, store: SnapshotStore, death: Callable[[], str]) -> None:
-        """From now on this phase runs. death: which process of its workers died, and how, if one did."""
-        self._running = phase, store, death
+    def watch(self, phase: str, store: SnapshotStore, workers: Mortal) -> None:
+        """From now on this phase runs, with these workers; deaths that it goes on without are said."""
+        self._running = phase, store, workers
+        workers.tell(self._warn)
 
     def reached(self, what: str, step: int) -> None:
         """What goes on is no circle where this is new."""
@@ -40,8 +50,8 @@ class Restarts:
         task, running, self._running = asyncio.current_task(), self._running, None
         if running is None or (task is not None and task.cancelling()):
             return False
-        phase, store, find = running
-        if not (death := find()):
+        phase, store, workers = running
+        if not (death := workers.death):
             return False
         if self._in_vain >= self._most:
             if self._in_vain:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -25,9 +25,14 @@ _PROBE = (2, 16)  # rows of so many tokens
 
 
 def build_checkpoint(
-    recipe: Recipe, model: Model, logs: Path, told: Callable[[], Metrics] = Metrics, beside: Sequence[RolloutEngine] = ()
+    recipe: Recipe,
+    model: Model,
+    logs: Path,
+    told: Callable[[], Metrics] = Metrics,
+    beside: Sequence[RolloutEngine] = (),
+    returned: Callable[[], Collection[RolloutEngine]] = tuple,
 ) -> Publisher:
-    """logs: a directory of the phase, beside which weights that go through files are. told, beside: see Publisher.
+    """logs: a directory of the phase, beside which weights that go through files are. told, beside, returned: see Publisher.
 
     Raises ConfigError for what does not fit.
     """
@@ -44,7 +49,7 @@ def build_checkpoint(
             f"checkpoint.name=in_place with runtime={recipe.placement.name}: the trainer's weights are in other processes; choose "
             "shared_memory, collective or disk, or leave it to auto"
         )
-    return Publisher(_transports(recipe, config, logs), config, _probe(model), told, beside)
+    return Publisher(_transports(recipe, config, logs), config, _probe(model), told, beside, returned)
 
 
 def _transports(recipe: Recipe, config: CheckpointConfig, logs: Path) -> Sequence[Transport]:

@@ -5,7 +5,7 @@ A worker elsewhere is made there from a `Blueprint`, which has a model's shape; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +119,7 @@ class Workers:
 
         Raises DeviceError where this machine has less than the pools ask for; a cluster is asked when the workers start.
         """
-        self._config = config
+        self._config, self._alone = config, alone
         own = [ResourcePool(_alone(number), 1, config.cores) for number in range(alone)]
         pools, spare = [*config.resource_pools, *own], [pool.name for pool in own]
         if taken := {pool.name for pool in own} & config.pools.keys():
@@ -127,7 +127,7 @@ class Workers:
         self._places: dict[str, str] = {}  # role -> pool
         self.shared = config.name == "inline"
         self._services: list[AbstractAsyncContextManager[Any, Any]] = []
-        self._processes: Pools | None = None
+        self._processes: Pools[Any] | None = None
         if self.shared:
             self._runtime: Runtime = Inline()
             self._queue = queue
@@ -166,7 +166,7 @@ class Workers:
         return self._runtime.group(job.role, pool, _SHARDED, blueprint, job, self._queue, self._config, collectives=True)
 
     def alone(self, number: int, factory: str, *arguments: object) -> WorkerGroup:
-        """The worker that has the `number`th pool of its own, so that its death ends no other."""
+        """The worker that has the `number`th pool of its own, so that its death ends no other, and a new one can be made."""
         self._places[_alone(number)] = _alone(number)
         return self._runtime.group(_alone(number), _alone(number), factory, *arguments)
 
@@ -194,6 +194,16 @@ class Workers:
     def lost(self) -> Watch | None:
         """What raises WorkerError as soon as there is a `death`; None where there is none that could alone."""
         return self._processes.lost if self._processes is not None else None
+
+    def returned(self) -> list[int]:
+        """Numbers of those alone that had died and are there again, in new processes, from now on; see pool.Runtime."""
+        there = self._processes.returned() if self._processes is not None else []
+        return [number for number in range(self._alone) if _alone(number) in there]
+
+    def tell(self, tell: Callable[[str], None]) -> None:
+        """Has it called with a sentence when one of those alone dies, and when it is there again."""
+        if self._processes is not None:
+            self._processes.tell = tell
 
     def describe(self) -> str:
         """Who goes where: a line a process."""
