@@ -34,35 +34,27 @@ class Run:
         self._directory = directory
         self._run, self._log = directory / "run", directory / "log"
         self._mark = secrets.token_hex(8)
-        self._judge_died = False
 
     def kill(self, at: str, *, by_itself: str = "") -> None:
         """Starts the run, or goes on with it, until ROLE/POINT:TIMES, which ends it; checks how, and that nothing of it is left.
 
         by_itself: it may go on by itself, each time until that point, and says this in the end.
         """
-        code, said = self._start({"TANDEM_CRASH_AT": at}, *([] if by_itself else ENDED_BY_A_DEATH))
-        assert by_itself in said
         role, _, point = at.rpartition("/")
-        if code == 0 and (role != "reward" or point.startswith("judge.ready")):
+        marks = self._marks()
+        once = {"TANDEM_CRASH_ONCE": str(marks)} if role == "reward" else {}
+        code, said = self._start({"TANDEM_CRASH_AT": at, **once}, *([] if by_itself else ENDED_BY_A_DEATH))
+        assert by_itself in said
+        if code == 0 and not (once and mark(marks, at).exists()):
             raise UnreachedError(f"{at} was not passed so often:\n{said}")
         match role:
             case "controller":
                 assert code == -9, f"{at}: exit code {code}:\n{said}"
-            case "reward" if point.startswith("judge.ready"):  # the next one would die there too
+            case "reward" if point.startswith("judge.ready"):  # a module that kills whoever imports it is not imported twice
                 assert code == 2, f"{at}: exit code {code}:\n{said}"
                 assert "lost its worker, which was killed by SIGKILL while its module was imported" in " ".join(said.split())
-            case "reward":  # goes on with a new worker, as long as not every group of a step is lost to one
-                stopped = code == 1 and "lost its worker, which was killed by SIGKILL" in " ".join(said.split())
-                assert code == 0 or stopped, f"{at}: exit code {code}:\n{said}"
-                self._judge_died = True
-                journal = self._run / "journal.jsonl"
-                if stopped and "journal.jsonl" in said:
-                    journal.unlink()  # as the message says
-                elif stopped:
-                    assert "evaluated tasks has a sample that could be judged" in " ".join(said.split()), said
-                elif "which was killed by SIGKILL" not in journal.read_text():
-                    raise UnreachedError(f"{at} was not passed so often:\n{said}")
+            case "reward":  # the group is judged once more
+                assert code == 0, f"{at}: exit code {code}:\n{said}"
             case "forkserver":
                 assert code == 1, f"{at}: exit code {code}:\n{said}"
                 assert "fork server" in said, f"{at}: nobody says who died:\n{said}"
@@ -81,8 +73,7 @@ class Run:
         It may end only where it came no further from one death to the next, with the error of the latter. Where engines
         die, others may go on.
         """
-        marks = self._directory / f"marks-{secrets.token_hex(4)}"
-        marks.mkdir()
+        marks = self._marks()
         code, said = self._start({"TANDEM_CRASH_AT": " ".join(kills), "TANDEM_CRASH_ONCE": str(marks)})
         died = [at for at in kills if mark(marks, at).exists()]
         missed = [at for at in died if not of_an_engine(at)]
@@ -108,13 +99,19 @@ class Run:
         """Goes on to the end; what the run came to, of which its account holds. trace: a file for the points that are passed."""
         code, said = self._start({"TANDEM_CRASH_TRACE": str(trace)} if trace else {})
         assert code == 0, f"the run was gone on with, and ended with exit code {code}:\n{said}"
-        account(self._run, self._setting, more_lost=self._judge_died)
+        account(self._run, self._setting)
         return came_to(self._run)
 
     @property
     def comparable(self) -> bool:
-        """Whether it must end as the undisturbed run: not where a reward's worker died, and groups of that step with it."""
-        return self._setting.exact and not self._judge_died
+        """Whether it must end as the undisturbed run."""
+        return self._setting.exact
+
+    def _marks(self) -> Path:
+        """A directory for the points where a process died."""
+        marks = self._directory / f"marks-{secrets.token_hex(4)}"
+        marks.mkdir()
+        return marks
 
     def _start(self, environment: Mapping[str, str], *more: str) -> tuple[int, str]:
         begun = (self._run / "config.yaml").exists()

@@ -82,11 +82,8 @@ SETTINGS = {
 }
 
 
-def account(run: Path, setting: Setting, *, more_lost: bool = False) -> None:
-    """Law 10 and the bound of staleness, from what a finished run has written; fails with what does not add up.
-
-    more_lost: whether rewards failed of more groups than those that always do.
-    """
+def account(run: Path, setting: Setting) -> None:
+    """Law 10 and the bound of staleness, from what a finished run has written; fails with what does not add up."""
     lines = [line for line in read_lines(run / "metrics.jsonl") if "time/step_s" in line]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "each step is logged once and in order"
     settled = read_lines(run / "samples.jsonl")
@@ -103,7 +100,7 @@ def account(run: Path, setting: Setting, *, more_lost: bool = False) -> None:
     assert steps == [1 + index // GROUPS for index in range(STEPS * GROUPS)], "each step has its groups, and no other"
     dropped = Counter(int(line["key"].removeprefix("train:").split(".")[0]) for line in settled if line.get("dropped"))
     assert set(range(max(by_group))) <= {*by_group, *dropped}, "a group that was admitted is trained on, or dropped with a reason"
-    assert set(LOST) <= set(dropped) if more_lost else set(LOST) == set(dropped), f"dropped: {sorted(dropped)}"
+    assert set(LOST) == set(dropped), f"dropped: {sorted(dropped)}"
     assert {line.get("dropped") for line in settled} == {None, "reward_failed"}
     counted = sum(line.get("rollout/dropped_reward_failed", 0) for line in lines)
     assert counted == dropped.total(), f"{dropped.total()} samples were dropped, and {counted} are counted"

@@ -16,7 +16,7 @@ import pytest
 from tandem.errors import RewardError
 from tandem.rewards.config import RewardConfig
 from tandem.rewards.workers import FunctionReward
-from tandem.types import RewardResult
+from tandem.types import Json, RewardResult
 from tests.rewards.episodes import group, task
 
 MODULE = "tests.rewards.user_functions"
@@ -100,6 +100,22 @@ def test_a_worker_that_dies_fails_its_group_and_is_replaced(first: str, how: str
         assert await values(reward, "a") != [None]
 
     run(RewardConfig(function=f"{MODULE}:reads", workers=1), use)
+
+
+@pytest.mark.parametrize(("times", "value"), [(1, 1.0), (3, None)])
+def test_a_group_whose_worker_is_killed_by_a_signal_is_judged_once_more(times: int, value: float | None, tmp_path: Path) -> None:
+    """By another worker; where that one is killed, too, the group fails, and is not judged a third time."""
+    journal: dict[str, RewardResult] = {}
+
+    async def use(reward: FunctionReward) -> None:
+        assert await values(reward, "a") == [value]
+
+    params: dict[str, Json] = {"marks": str(tmp_path), "times": times}
+    run(RewardConfig(function=f"{MODULE}:killed", params=params, workers=1), use, journal)
+    assert len(list(tmp_path.iterdir())) == min(times, 2)
+    assert [result.reason for result in journal.values()] == (
+        [] if value else [f"reward function '{MODULE}:killed' lost its worker, which was killed by SIGKILL"]
+    )
 
 
 def test_failures_of_one_group_leave_the_worker_in_place() -> None:

@@ -57,7 +57,8 @@ class _JudgedBy:
     and judge, a language model.
 
     workers: groups judged at the same time, or calls of a judge; null is 2 processes of a function, 32 calls over HTTP. limit_s:
-    seconds for one group, or one answer of a judge, after which a function's worker is killed and a call is not tried again.
+    seconds for one group, or one answer of a judge, after which a function's worker is killed and a call is not tried again; a
+    worker that is killed by others is replaced, and its group judged once more, with as much time.
     `environment` has neither: it is called where the loop runs.
     try_limit_s: seconds for one try of a call; null is a third of limit_s. per_minute: calls over HTTP that begin in a minute,
     evenly spaced. key_env: name of the environment variable with the secret that is sent as bearer token. params: further

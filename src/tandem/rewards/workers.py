@@ -2,8 +2,9 @@
 
     start ..> idle -> one group -> idle        answered: results, or failed with what the function raised
                           |
-                          `-> killed           no answer within the limit, died, or nobody waits any more; the next group
-                                               gets a new worker
+                          |-> killed           no answer within the limit, ended, or nobody waits any more; the next group
+                          |                    gets a new worker
+                          `-> killed by a signal of others (the kernel's, where memory was short): so does this group, once
 
 A judgement that could not be made is a failed result with its reason, never a 0. A function that breaks its contract is a
 RewardError and ends the run. What runs in a worker stands in child.py; how a failure counts is the trainer's to say.
@@ -64,19 +65,27 @@ class FunctionReward:
         if (known := replayed(self._journal, group)) is not None:
             return known
         message = pickle.dumps((task, tuple(group)))
-        async with self._places:
-            worker = self._idle.pop() if self._idle else await self._worker()
-            try:
-                answer = await worker.ask(message, self._config.limit_s)
-            except _LostError as lost:
-                await self._end(worker)
-                failed = RewardResult.failed(f"reward function {self._function!r} {lost}")
-                return recorded(self._journal, group, [failed] * len(group))
-            except asyncio.CancelledError:
-                await self._end(worker)
-                raise
-            self._idle.append(worker)
+        try:
+            async with self._places:
+                try:
+                    answer = await self._asked(message)
+                except _KilledError:
+                    answer = await self._asked(message)
+        except _LostError as lost:
+            failed = RewardResult.failed(f"reward function {self._function!r} {lost}")
+            return recorded(self._journal, group, [failed] * len(group))
         return results(answer, len(group))
+
+    async def _asked(self, message: bytes) -> Answer:
+        """What one worker answers. Raises _LostError."""
+        worker = self._idle.pop() if self._idle else await self._worker()
+        try:
+            answer = await worker.ask(message, self._config.limit_s)
+        except (_LostError, asyncio.CancelledError):
+            await self._end(worker)
+            raise
+        self._idle.append(worker)
+        return answer
 
     async def close(self) -> None:
         for worker in tuple(self._workers):
@@ -106,6 +115,10 @@ class _LostError(Exception):
     """A worker that gives no answer: the message says how, as the end of a sentence."""
 
 
+class _KilledError(_LostError):
+    """By a signal, which need not be the function's fault."""
+
+
 class _Worker:
     """One process and the socket to it."""
 
@@ -132,7 +145,7 @@ class _Worker:
         except TimeoutError:
             raise _LostError(f"gave no answer within {limit_s:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise _LostError(f"lost its worker, which {self._how_it_died()}") from None
+            raise self._death() from None
 
     async def _read(self) -> Answer:
         (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
@@ -147,12 +160,14 @@ class _Worker:
         with suppress(ConnectionError):
             await self._writer.wait_closed()
 
-    def _how_it_died(self) -> str:
+    def _death(self) -> _LostError:
         try:
             code = self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
-            return "closed its end of the socket"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return _LostError("lost its worker, which closed its end of the socket")
+        if code < 0:
+            return _KilledError(f"lost its worker, which was killed by {signal.Signals(-code).name}")
+        return _LostError(f"lost its worker, which ended with exit code {code}")
 
 
 def _spawn(fd: int, arguments: list[Json]) -> subprocess.Popen[bytes]:
