@@ -33,7 +33,8 @@ import numpy as np
 from lines import machine
 
 from tandem.device import Hardware, configure_threads
-from tandem.models.decoder import DecoderConfig, init_decoder
+from tandem.models.decoder import init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.ports import RolloutEngine
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.rollout.remote import EngineWorker, RemoteEngine

@@ -27,7 +27,8 @@ from tandem.algos.columns import loss_ref
 from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.device import Hardware
-from tandem.models.decoder import DecoderConfig, init_decoder
+from tandem.models.decoder import init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.ports import Collect, Dispatch, register
 from tandem.runtime.dispatch import balanced
 from tandem.runtime.placement import Rank, ResourcePool, place

@@ -39,9 +39,11 @@ import torch.nn.functional as F
 from turns import ONE_THREAD, Side, by_turns
 
 from tandem.models import decoder as decoders
-from tandem.models import heads, numerics
-from tandem.models.decoder import Decoder, DecoderConfig, KVCache, init_decoder
+from tandem.models import heads, kv_cache, numerics
+from tandem.models.decoder import Decoder, init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.models.hf import save_decoder
+from tandem.models.kv_cache import KVCache
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.types import GenerateRequest, Key, SamplingParams
 
@@ -107,6 +109,7 @@ def plain_numerics() -> Generator[None]:
         for module, names in (
             (numerics, ("ROWS", "KEYS", "QUERIES")),
             (decoders, ("ROWS", "KEYS", "QUERIES")),
+            (kv_cache, ("ROWS", "KEYS")),
             (heads, ("ROWS",)),
         ):
             for name in names:

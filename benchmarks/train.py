@@ -30,8 +30,9 @@ from tandem.algos.columns import loss_ref
 from tandem.algos.table import configure
 from tandem.data_proto import DataProto
 from tandem.models import decoder as decoders
-from tandem.models import heads, numerics, prefixes
-from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
+from tandem.models import heads, kv_cache, numerics, prefixes
+from tandem.models.decoder import Decoder, init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
@@ -90,6 +91,7 @@ def without_exactness() -> Generator[None]:
     with (
         mock.patch.multiple(numerics, **plain, **ones),
         mock.patch.multiple(decoders, **ones, PASS_ROWS=1),
+        mock.patch.multiple(kv_cache, ROWS=1, KEYS=1),
         mock.patch.multiple(prefixes, QUERIES=1, padded=lambda count, multiple: max(count, 1)),  # it groups rows as it does
         mock.patch.object(heads, "ROWS", 1),
     ):

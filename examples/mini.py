@@ -28,7 +28,8 @@ from tandem.algos.table import configure
 from tandem.data.builtin import TaskSet
 from tandem.data.tasks.sorting import Sorting
 from tandem.data_proto import DataProto
-from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
+from tandem.models.decoder import Decoder, init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.ports import Dataset
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.rollout.session import Session

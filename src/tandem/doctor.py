@@ -20,7 +20,7 @@ from rich.text import Text
 
 from tandem import device
 from tandem.errors import SandboxError
-from tandem.models.decoder import DecoderConfig
+from tandem.models.decoder_config import DecoderConfig
 from tandem.models.probe import probe
 from tandem.registry import extras
 from tandem.sandbox.isolated import IsolatedSandbox

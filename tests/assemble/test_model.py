@@ -6,7 +6,8 @@ import pytest
 
 from tandem.assemble.model import check_memory, count_parameters
 from tandem.errors import ConfigError
-from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.decoder import Decoder
+from tandem.models.decoder_config import DecoderConfig
 from tests.models.tiny import config
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.models.decoder import DecoderConfig, init_decoder
+from tandem.models.decoder import init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.ports import LLM
 from tandem.rollout.fake import FakeEngine, FakeLLM
 from tandem.rollout.native import NativeConfig, NativeEngine

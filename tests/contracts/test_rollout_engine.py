@@ -20,7 +20,8 @@ import torch
 
 from tandem.device import Hardware
 from tandem.errors import EngineError
-from tandem.models.decoder import DecoderConfig, init_decoder
+from tandem.models.decoder import init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.ports import RolloutEngine, Runtime, WorkerGroup
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.rollout.remote import EngineWorker, RemoteEngine

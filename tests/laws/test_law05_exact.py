@@ -27,7 +27,9 @@ from tandem.checkpoint.gathered import GatheredWeights
 from tandem.models import heads as output_heads
 from tandem.models import numerics, prefixes, replay
 from tandem.models.adapters import LoraConfig
-from tandem.models.decoder import Decoder, KVCache, StretchedRope
+from tandem.models.decoder import Decoder
+from tandem.models.decoder_config import StretchedRope
+from tandem.models.kv_cache import KVCache
 from tandem.models.lora import LoraLinear, add_lora
 from tandem.models.probe import probe
 from tandem.ports import WeightSource
@@ -369,7 +371,7 @@ BREAKERS = [
     Breaker(5, "nobody-has-temperature", "tandem.models.heads:_divisor", _nobody_has_temperature, check_temperature),
     Breaker(5, "reference-by-batch", "tandem.models.numerics:linear", _linear_by_batch, check_first_step),
     Breaker(5, "kl-with-rounding", "tandem.algos.extra_terms:kl_divergence", _kl_with_rounding, check_first_step),
-    Breaker(5, "rows-move-without-cache", "tandem.models.decoder:KVCache.copy", _rows_move_without_their_cache, check),
+    Breaker(5, "rows-move-without-cache", "tandem.models.kv_cache:KVCache.copy", _rows_move_without_their_cache, check),
     Breaker(5, "gate-by-size", "tandem.models.numerics:gate", _gate_by_size, lambda: check_family("gemma")),
     Breaker(5, "adapter-in-training-only", "tandem.models.lora:LoraLinear.__call__", _adapter_in_training_only, check_adapter),
     Breaker(5, "one-token-too-many-in-common", "tandem.models.prefixes:_shared", _one_token_too_many_in_common, check),

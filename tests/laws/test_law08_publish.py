@@ -22,7 +22,8 @@ from tandem.checkpoint.in_place import InPlace
 from tandem.checkpoint.publisher import Publisher
 from tandem.data_proto import DataProto
 from tandem.errors import StalenessError
-from tandem.models.decoder import DecoderConfig, init_decoder
+from tandem.models.decoder import init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.models.lora import add_lora
 from tandem.ports import Consumer, Lease, WeightSource
 from tandem.queue.fake import FakeQueue

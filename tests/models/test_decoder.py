@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tandem.errors import EngineError
-from tandem.models.decoder import Decoder, KVCache, init_decoder
+from tandem.models.decoder import Decoder, init_decoder
 from tandem.models.heads import next_logprobs, row_logprobs
+from tandem.models.kv_cache import KVCache
 from tandem.models.windows import window_cut
 from tests.models.tiny import config, loud, tokens
 

@@ -24,8 +24,9 @@ from transformers import (
 )
 
 from tandem.errors import EngineError, ModelError, SnapshotError
-from tandem.models.decoder import Decoder, KVCache
+from tandem.models.decoder import Decoder
 from tandem.models.hf import check_values, load_decoder, load_value_model, read_config, save_decoder
+from tandem.models.kv_cache import KVCache
 from tandem.models.values import value_model_on
 from tests.models.tiny import config, loud, tokens
 

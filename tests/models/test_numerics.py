@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.models import numerics
-from tandem.models.decoder import DecoderConfig, KVCache
+from tandem.models.decoder_config import DecoderConfig
 from tandem.models.heads import next_logprobs, token_logprobs
+from tandem.models.kv_cache import KVCache
 from tandem.models.numerics import KEYS, QUERIES, ROWS, padded
 from tests.models.tiny import config, loud, threads, tokens
 

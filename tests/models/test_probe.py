@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.models import decoder, heads, numerics
+from tandem.models import decoder, heads, kv_cache, numerics
 from tandem.models.probe import ProbeResult, probe
 from tests.models.tiny import config, threads
 
@@ -39,12 +39,12 @@ def _single_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (decoder, heads, numerics):
+    for module in (decoder, kv_cache, heads, numerics):
         monkeypatch.setattr(module, "ROWS", 1)
 
 
 def _no_rounding_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (decoder, numerics):
+    for module in (decoder, kv_cache, numerics):
         monkeypatch.setattr(module, "KEYS", 1)
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem.models import replay
-from tandem.models.decoder import DecoderConfig, KVCache
+from tandem.models.decoder_config import DecoderConfig
+from tandem.models.kv_cache import KVCache
 from tandem.models.replay import Leaves, Replay
 from tests.models.tiny import config, loud, threads, tokens
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.decoder import Decoder
+from tandem.models.decoder_config import DecoderConfig
 
 
 def config(heads: int = 4, kv_heads: int = 2, head_dim: int = 16, **fields: Any) -> DecoderConfig:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tandem.errors import ConfigError, EngineError
 from tandem.models import decoder as decoders
-from tandem.models.decoder import Decoder, KVCache
+from tandem.models.decoder import Decoder
+from tandem.models.kv_cache import KVCache
 from tandem.rollout import native
 from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.types import PolicyRef

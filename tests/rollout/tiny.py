@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
+from tandem.models.decoder import Decoder, init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.models.heads import row_logprobs
 from tandem.ports import RolloutEngine
 from tandem.rollout.native import NativeConfig, NativeEngine

@@ -12,7 +12,8 @@ from tandem.algos.aggregation import Aggregation, loss_weights
 from tandem.data_proto import DataProto
 from tandem.models.adapters import LoraConfig
 from tandem.models.auto import AutoDecoder
-from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
+from tandem.models.decoder import Decoder, init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.models.lora import add_lora
 from tandem.types import Key
 

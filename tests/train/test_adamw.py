@@ -36,7 +36,8 @@ def test_it_does_without_the_compiler_whose_import_takes_seconds() -> None:
 import sys, torch
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
-from tandem.models.decoder import DecoderConfig, init_decoder
+from tandem.models.decoder import init_decoder
+from tandem.models.decoder_config import DecoderConfig
 engine = TorchEngine(init_decoder(DecoderConfig(8, 8, 16, 1, 1, 1, 8), 0), TrainConfig())
 for parameter in engine.decoder.parameters():
     parameter.grad = torch.ones_like(parameter)

@@ -13,7 +13,8 @@ from tandem.algos.columns import loss_ref
 from tandem.algos.table import configure
 from tandem.errors import ColumnError, ModelError
 from tandem.models.adapters import LoraConfig
-from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
+from tandem.models.decoder import Decoder, init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.models.hf import save_decoder
 from tandem.models.lora import add_lora
 from tandem.train.config import TrainConfig

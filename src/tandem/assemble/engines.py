@@ -10,7 +10,8 @@ from tandem.assemble.weights import build_checkpoint
 from tandem.assemble.workers import Blueprint, Workers
 from tandem.checkpoint.publisher import Publisher
 from tandem.errors import ConfigError
-from tandem.models.decoder import Decoder, KVCache
+from tandem.models.decoder import Decoder
+from tandem.models.kv_cache import KVCache
 from tandem.models.language_model import LanguageModel
 from tandem.models.probe import TOLERANCE, ProbeResult
 from tandem.ports import RolloutEngine, WorkerGroup

@@ -18,7 +18,8 @@ from tandem.assemble.tasks import PREFIX, problem, sections
 from tandem.durable import attempt
 from tandem.errors import ConfigError, DeviceError, ModelError
 from tandem.faults import crash_point
-from tandem.models.decoder import Decoder, DecoderConfig, init_decoder
+from tandem.models.decoder import Decoder, init_decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.models.hf import family_of, load_decoder, load_value_model, read_config, save_decoder
 from tandem.models.language_model import LanguageModel
 from tandem.models.probe import ProbeResult, probe

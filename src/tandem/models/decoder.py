@@ -1,9 +1,9 @@
-"""The decoder that training and native rollout share: one definition, two ways through it.
+"""The decoder that training and native rollout share: one definition, three ways through it.
 
-`Decoder.prefill` reads whole rows at once, `Decoder.decode` one token a row against a `KVCache`; both run the same
-layers on [M, D] rows through `numerics`. Grouped-query attention, rotary positions, RMS norm, gated MLP, tied or untied
-embeddings, and what a family adds to that by configuration: Llama, Mistral, Qwen2, Qwen3, Gemma, SmolLM. It does not sample, it
-has no output layer (heads.py turns hidden states into log-probabilities), and it runs on the CPU.
+`Decoder.prefill` reads whole rows at once, `Decoder.decode` one token a row against a `KVCache`, `Decoder.extend` what is new of
+rows that the cache has; all run the same layers on [M, D] rows through `numerics`. Grouped-query attention, rotary positions, RMS
+norm, gated MLP, tied or untied embeddings, and what a family adds to that by configuration: Llama, Mistral, Qwen2, Qwen3, Gemma,
+SmolLM. It does not sample, it has no output layer (heads.py turns hidden states into log-probabilities), and it runs on the CPU.
 
 Parameters are float32 and have their Hugging Face names. A layer sees all of its own rounded to the compute dtype, so that
 a sharded layer can be gathered in that dtype and be the same. Products with weights run in the compute dtype, all else
@@ -16,16 +16,12 @@ D width, H heads, K key-value heads, G = H / K, d head size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -33,83 +29,14 @@ from torch import Tensor, nn
 
 from tandem.errors import EngineError
 from tandem.models import numerics
+from tandem.models.decoder_config import DecoderConfig
+from tandem.models.kv_cache import KVCache, Weights
 from tandem.models.language_model import LanguageModel
-from tandem.models.numerics import KEYS, QUERIES, ROWS, Packed, in_dtype, padded
+from tandem.models.numerics import QUERIES, ROWS, in_dtype, padded
 from tandem.models.prefixes import Prefixes, causal_bias, output_places, prefixes
 from tandem.models.projections import Apart, LayerWeights, Linear
 from tandem.models.replay import Leaves, Replay
 from tandem.models.windows import window_cut
-
-
-@dataclass(frozen=True)
-class StretchedRope:
-    """Llama 3's way to longer contexts: frequencies of long waves are divided by `factor`.
-
-    A wave of more than original_positions / low_factor positions is long, one of fewer than original_positions / high_factor
-    stays as it is, and what is between is in between.
-    """
-
-    factor: float
-    low_factor: float
-    high_factor: float
-    original_positions: int
-
-    def __post_init__(self) -> None:
-        if not (self.factor >= 1 and 0 < self.low_factor < self.high_factor and self.original_positions >= 1):
-            raise ValueError(f"rotary positions cannot be stretched by {self}")
-
-    def __call__(self, frequencies: Tensor) -> Tensor:
-        waves = 2 * math.pi / frequencies
-        share = (self.original_positions / waves - self.low_factor) / (self.high_factor - self.low_factor)
-        between = (1 - share) * frequencies / self.factor + share * frequencies
-        found = torch.where(waves > self.original_positions / self.low_factor, frequencies / self.factor, between)
-        return torch.where(waves < self.original_positions / self.high_factor, frequencies, found)
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """The shape of a decoder.
-
-    attention_bias: on the q, k and v projections; output_bias: on the o projection; mlp_bias: on all three of the MLP;
-    qk_norm: RMS norm of each head's queries and keys; max_positions: tokens of the longest row. activation: of the MLP's gate;
-    norm_offset: added to the weights of norms; embedding_scale: times the embedding, where it is the input; unrotated: layers
-    without rotary positions.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10_000.0
-    stretched: StretchedRope | None = None
-    unrotated: tuple[int, ...] = ()
-    rms_eps: float = 1e-6
-    norm_offset: float = 0.0
-    activation: numerics.Activation = "silu"
-    embedding_scale: float = 1.0
-    tie_embeddings: bool = True
-    attention_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    max_positions: int = 2048
-
-    def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*sizes, "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        for name in ("rope_theta", "rms_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-
 
 PASS_ROWS = 16  # rows of a pass are a multiple of: `numerics.gate` copies nothing then, where a width is a multiple of 8
 # (layer, queries [M, H, d], keys [M, K, d], values [M, K * d]) -> [M, H * d]
@@ -209,82 +136,6 @@ class _Model(nn.Module):
         self.embed_tokens = Projection(c.hidden_size, c.vocab_size, False)
         self.layers = nn.ModuleList(_Layer(c, index, dtype) for index in range(c.num_layers))
         self.norm = _Norm(c.hidden_size, c.norm_offset)
-
-
-class Weights(NamedTuple):
-    """What a forward computes with beside its tokens; a layer that is None asks its own."""
-
-    embedding: Tensor
-    layers: Sequence[LayerWeights | None]
-    norm: Tensor
-
-
-class KVCache:
-    """Keys and values of `slots` rows of up to `capacity` tokens: position p of a row is column p of its slot.
-
-    keys [layers, slots, K, d, columns], as `numerics.attended` reads them, values [layers, slots, K, columns, d].
-
-    It belongs to the weights that fill it, whose copies in the compute dtype it keeps too: when weights change, go on with what
-    `emptied` gives. dtype: float32 is the fastest; the decoder's compute dtype holds the same values, since they are rounded to
-    it.
-    """
-
-    def __init__(self, config: DecoderConfig, slots: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
-        self.slots, self.capacity = slots, capacity
-        layers, places, K, self.columns, d = self._shape(config, slots, capacity)
-        self.keys = torch.zeros((layers, places, K, d, self.columns), dtype=dtype)
-        self.values = torch.zeros((layers, places, K, self.columns, d), dtype=dtype)
-        self._keys, self._values = self.keys.flatten(1).unbind(), self.values.flatten(1, 3).unbind()
-        columns = torch.arange(2 * self.columns)
-        self._bias = torch.zeros(len(columns)).masked_fill_(columns >= self.columns, float("-inf"))  # a window of it is a row's
-        self.weights: Leaves[Weights] | None = None
-        self.output: Packed | None = None
-
-    @classmethod
-    def num_bytes(cls, config: DecoderConfig, slots: int, capacity: int) -> int:
-        """Of its keys and values in float32, before they are there."""
-        return 2 * 4 * math.prod(cls._shape(config, slots, capacity))
-
-    @staticmethod
-    def _shape(config: DecoderConfig, slots: int, capacity: int) -> tuple[int, int, int, int, int]:
-        spare = ROWS  # slots for the rows that a decode step is padded with
-        return config.num_layers, slots + spare, config.num_kv_heads, padded(capacity, KEYS), config.head_dim
-
-    def emptied(self) -> KVCache:
-        """An empty cache in the same memory, for other weights; this one is not to be used any more."""
-        cache = copy(self)
-        cache.weights = cache.output = None
-        return cache
-
-    def window(self, slots: slice, positions: npt.NDArray[np.int64]) -> list[Tensor]:
-        """What rows at `positions` [n], in `slots`, see at most: a bias [n * K, 1, W] that hides the rest, and of each layer keys
-        [n * K, d, W] and values [n * K, W, d].
-        """
-        W, heads = padded(int(positions.max()) + 1, KEYS), self.keys.shape[2]
-        begins = torch.from_numpy((self.columns - 1 - positions).repeat(heads))
-        keys = self.keys[:, slots, :, :, :W].flatten(1, 2).unbind()
-        values = self.values[:, slots, :, :W].flatten(1, 2).unbind()
-        return [self._bias.as_strided((self.columns, W), (1, 1)).index_select(0, begins)[:, None], *keys, *values]
-
-    def places(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> list[Tensor]:
-        """Where to write what rows at `positions` [n], in `slots` [n], see from now on: which number [n * K, d] of the keys and
-        which vector [n * K] of the values of a layer, and these of each layer.
-        """
-        K, d = self.keys.shape[2:4]
-        heads = (slots[:, None] * K + np.arange(K)).ravel()
-        position = positions.repeat(K)
-        keys = (heads[:, None] * d + np.arange(d)) * self.columns + position[:, None]
-        return [torch.from_numpy(keys), torch.from_numpy(heads * self.columns + position), *self._keys, *self._values]
-
-    def fill(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor) -> None:
-        """Keys and values [n, K, T, d] of a layer, at positions 0 to T - 1 of `slots` [n]."""
-        self.keys[layer, slots, ..., : k.shape[2]] = k.transpose(2, 3).to(self.keys.dtype)
-        self.values[layer, slots, :, : v.shape[2]] = v.to(self.values.dtype)
-
-    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copies the first `length` positions of slots `source` [n] int64 to slots `target` [n] int64, as they were before."""
-        self.keys[:, target, ..., :length] = self.keys[:, source, ..., :length]
-        self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
 
 # ------------------------------------------------------------------------------------------------------ the model

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ModelError
-from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.decoder import Decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.models.hf import check_finite
 
 gguf = cast("Any", importlib.import_module("gguf"))  # untyped, and its extra need not be installed

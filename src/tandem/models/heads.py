@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.errors import ColumnError
 from tandem.models import numerics
-from tandem.models.decoder import KVCache
+from tandem.models.kv_cache import KVCache
 from tandem.models.language_model import LanguageModel
 from tandem.models.numerics import ROWS, Packed, padded
 from tandem.models.values import ValueModel

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from tandem.durable import attempt
 from tandem.errors import ModelError
-from tandem.models.decoder import Decoder, DecoderConfig, StretchedRope
+from tandem.models.decoder import Decoder
+from tandem.models.decoder_config import DecoderConfig, StretchedRope
 from tandem.models.language_model import LanguageModel
 from tandem.models.numerics import Activation
 from tandem.models.values import VALUE_HEAD, ValueModel

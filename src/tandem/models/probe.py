@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tandem.models.decoder import Decoder, DecoderConfig, KVCache
+from tandem.models.decoder import Decoder
+from tandem.models.decoder_config import DecoderConfig
 from tandem.models.heads import next_logprobs, token_logprobs
+from tandem.models.kv_cache import KVCache
 from tandem.models.numerics import GRAIN, KEYS, TILE
 
 TOLERANCE = 1e-5

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.models.decoder import Decoder, DecoderConfig, Projection
+from tandem.models.decoder import Decoder, Projection
+from tandem.models.decoder_config import DecoderConfig
 
 VALUE_HEAD = "score.weight"
 

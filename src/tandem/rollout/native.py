@@ -29,8 +29,9 @@ from torch import Tensor
 
 from tandem.errors import ConfigError
 from tandem.faults import crash_point
-from tandem.models.decoder import Decoder, KVCache
+from tandem.models.decoder import Decoder
 from tandem.models.heads import next_logprobs
+from tandem.models.kv_cache import KVCache
 from tandem.models.probe import TOLERANCE
 from tandem.models.windows import SPARED, spread, window_cut
 from tandem.ports import Held, Place, WeightSource
