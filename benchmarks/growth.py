@@ -5,11 +5,14 @@
 One thread, a decoder of 1.25M parameters, one forward and backward pass a point in a process of its own, whose memory is the
 peak resident set above what it was with model and optimiser made. Ratio: how many times the work by how many times the cost,
 from the first point to the last; 1 is in proportion, more is cheaper. Generation is the median of five batches that fill all
-slots, after prompts of 6 tokens, prefill included; its curves show tokens a CPU second.
+slots, after prompts of 6 tokens, prefill included; its curves show tokens a CPU second. A turn of a conversation brings 32 tokens
+from outside and 8 sampled ones, in 32 slots at once: an engine that read every turn from the beginning would read three times as
+much a turn in eight turns as in two.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import statistics
@@ -24,13 +27,17 @@ from rollout import BENCH, job, tandem
 from train import LOSS, SMALL, batch
 
 from tandem.models.decoder import init_decoder
+from tandem.rollout.native import NativeConfig, NativeEngine
 from tandem.train.config import TrainConfig
 from tandem.train.torch_engine import TorchEngine
+from tandem.types import GenerateRequest, Key, SamplingParams
 
 TOKENS = (1_024, 2_048, 4_096, 8_192)
 LENGTH = 64
 SLOTS = (1, 4, 16, 64, 256)
 ANSWERS = (16, 64, 256)
+TURNS = (2, 4, 8)
+TOLD, SAID = 32, 8  # tokens of a turn: what comes from outside, and the answer
 
 
 def peak_bytes() -> int:
@@ -53,6 +60,31 @@ def generation(slots: int, length: int) -> float:
     torch.set_num_threads(1)
     call, of = tandem(init_decoder(BENCH, 0), slots), job(0, slots, slots, length)
     return statistics.median([call(of) for _ in range(6)][1:])
+
+
+def conversations(turns: int) -> float:
+    """CPU seconds of 32 conversations at once, each of so many turns, when the engine has seen turns before."""
+    torch.set_num_threads(1)
+    engine = NativeEngine(init_decoder(BENCH, 0), lambda _: "", NativeConfig(slots=32, max_context=512), exact=True)
+
+    async def one(row: int, ordinal: int) -> None:
+        tokens, params = list[int](), SamplingParams(max_tokens=SAID)
+        for turn in range(turns):
+            tokens += [3 + (7 * row + place * (turn + 3)) % 90 for place in range(TOLD)]
+            request = GenerateRequest(Key("bench", ordinal + row), tuple(tokens), params, 0, turn)
+            async for chunk in engine.generate(request):
+                tokens += chunk.tokens
+
+    async def all_of(ordinal: int) -> float:
+        began_s = time.process_time()
+        await asyncio.gather(*(one(row, ordinal) for row in range(32)))
+        return time.process_time() - began_s
+
+    async def both() -> float:
+        await all_of(0)
+        return await all_of(32)
+
+    return asyncio.run(both())
 
 
 def generates(case: str, x: str, points: list[tuple[int, int]], varied: int, limits: tuple[float, float]) -> dict[str, Any]:
@@ -95,6 +127,7 @@ def main() -> int:
             ),
             generates("generation with more slots", "slots, 32 tokens each", [(n, 32) for n in SLOTS], 0, (24.0, 40.0)),
             generates("generation of longer answers", "tokens, 32 slots", [(32, n) for n in ANSWERS], 1, (0.4, 0.6)),
+            grows("conversations of more turns", "turns", "CPU s", [(turns, conversations(turns)) for turns in TURNS], 0.7, 0.9),
         ],
     )
 

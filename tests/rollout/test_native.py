@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,7 @@ from tandem.models.decoder import Decoder
 from tandem.models.kv_cache import KVCache
 from tandem.rollout import native
 from tandem.rollout.native import NativeConfig, NativeEngine
-from tandem.types import PolicyRef
+from tandem.types import GenerateRequest, PolicyRef
 from tandem.weights import Room, WeightBlock, WeightShard, nowhere
 from tests.rollout.tiny import Answer, answer, answers, decoder, engine, request, run, trainer_logprobs
 
@@ -67,6 +69,71 @@ def test_prompts_of_all_lengths(prefill_tokens: int) -> None:
     got = run(rollout, asked)
     assert got == [run(engine(MODEL), [one])[0] for one in asked]
     assert rollout.metrics()["prefill_tokens"].value == sum(1 + 3 * i for i in range(8))
+
+
+async def talk(rollout: NativeEngine, ordinal: int, member: int, turns: int, said: list[tuple[GenerateRequest, Answer]]) -> None:
+    """Turns of one episode, each with three to nine tokens more than were there, and some steps of others between."""
+    random = Random(f"{ordinal} {member}")
+    tokens = [1 + ordinal, *range(2, 5 + ordinal)]
+    for turn in range(turns):
+        asked = replace(request(ordinal, tokens, member=member, max_tokens=random.randint(1, 9)), turn=turn)
+        said.append((asked, got := await answer(rollout, asked)))
+        tokens += [*got.tokens, *(random.randrange(60) for _ in range(random.randint(3, 9)))]
+        for _ in range(random.randint(0, 12)):
+            await asyncio.sleep(0)
+
+
+def test_a_turn_reads_what_earlier_turns_did_not() -> None:
+    """The first turn is over before anybody knows that there are turns, so that nothing of it is kept."""
+    rollout, said = engine(MODEL), list[tuple[GenerateRequest, Answer]]()
+    asyncio.run(talk(rollout, 0, 0, 4, said))
+    lengths = [(len(asked.tokens), len(got.tokens)) for asked, got in said]
+    kept = [0, 0, *(prompt + sampled - 1 for prompt, sampled in lengths[1:-1])]  # an answer's last token was never read
+    assert rollout.metrics()["prefill_tokens"].value == sum(prompt - had for (prompt, _), had in zip(lengths, kept, strict=True))
+
+
+@pytest.mark.parametrize("change", ["weights", "place", "history"])
+def test_what_is_kept_is_of_these_weights_and_these_tokens(change: str) -> None:
+    rollout, other = engine(decoder()), decoder(seed=1)
+
+    async def main() -> list[Answer]:
+        said: list[tuple[GenerateRequest, Answer]] = []
+        await talk(rollout, 0, 0, 2, said)
+        asked, got = said[-1]
+        tokens = [*asked.tokens, *got.tokens, 7, 8, 9]
+        if change == "history":
+            tokens[3] += 1
+        elif change == "place":
+            await rollout.place("host")
+            await rollout.place("device")
+        else:
+            await rollout.load_weights(Weights(other), PolicyRef(version=1))
+        rollout.metrics()
+        again = replace(request(0, tokens, max_tokens=5), turn=2)
+        answers = [await answer(rollout, again)]
+        assert rollout.metrics()["prefill_tokens"].value == len(tokens)
+        return [*answers, await answer(engine(other if change == "weights" else MODEL), again)]
+
+    found, lone = asyncio.run(main())
+    assert (found.tokens, found.logprobs) == (lone.tokens, lone.logprobs)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 12])
+def test_what_is_kept_of_turns_changes_nothing(slots: int) -> None:
+    """Of episodes with one to five turns each, more of them than slots: every answer is that of the same request alone."""
+    said: list[tuple[GenerateRequest, Answer]] = []
+    rollout = engine(MODEL, slots=slots, max_context=256)
+
+    async def main() -> None:
+        await asyncio.gather(
+            *(talk(rollout, ordinal, member, 1 + ordinal % 5, said) for ordinal in range(6) for member in range(2))
+        )
+
+    asyncio.run(main())
+    lone = [run(engine(MODEL, max_context=256), [asked])[0] for asked, _ in said]
+    assert [(got.tokens, got.logprobs) for _, got in said] == [(one.tokens, one.logprobs) for one in lone]
+    if slots == 12:
+        assert rollout.metrics()["prefill_tokens"].value < 0.7 * sum(len(asked.tokens) for asked, _ in said)
 
 
 def test_rows_that_move_together_take_all_of_their_caches_along() -> None:

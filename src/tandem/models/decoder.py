@@ -32,7 +32,7 @@ from tandem.models import numerics
 from tandem.models.decoder_config import DecoderConfig
 from tandem.models.kv_cache import KVCache, Weights
 from tandem.models.language_model import LanguageModel
-from tandem.models.numerics import QUERIES, ROWS, in_dtype, padded
+from tandem.models.numerics import KEYS, QUERIES, ROWS, in_dtype, padded
 from tandem.models.prefixes import Prefixes, causal_bias, output_places, prefixes
 from tandem.models.projections import Apart, LayerWeights, Linear
 from tandem.models.replay import Leaves, Replay
@@ -243,6 +243,33 @@ class Decoder(LanguageModel):
 
         weights = None if cache is None else self._cached(cache).tree
         return self._forward(F.pad(rows.tokens, (0, M - N)), F.pad(rows.positions, (0, M - N)), weights, attend)[:N]
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, lengths: Tensor, cache: KVCache, slots: Tensor, first: Tensor) -> Tensor:
+        """Hidden states [B, D] after the final norm of the last tokens of rows that go on: what `prefill` of the whole gives.
+
+        tokens: the new ones [B, T] int64, padded on the right with any token, of which `lengths` [B], at least one, count; slots
+        [B]: where rows lie; first [B]: how many tokens of each the cache has. Raises EngineError for a row that is too long.
+        """
+        c, K, d = self.config, self.config.num_kv_heads, self.config.head_dim
+        (B, T), H, G, new = tokens.shape, c.num_heads, c.num_heads // K, int(lengths.sum())
+        longest = int((first + lengths).max())
+        self._check(B, longest, cache)
+        Q, W, M = max(T, QUERIES), padded(longest, KEYS), padded(new, PASS_ROWS)
+        row, time = torch.nonzero(torch.arange(T) < lengths[:, None], as_tuple=True)
+        place, position = slots[row], first[row] + time
+        ahead = torch.arange(W) > (first[:, None] + torch.arange(Q))[..., None]
+        bias = torch.zeros(B, Q, W).masked_fill_(ahead, float("-inf")).repeat_interleave(G, 1).repeat_interleave(K, 0)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.write(layer, place, position, k[:new], v[:new].view(new, K, d))
+            asked = torch.zeros(B, Q, H, d).index_put_((row, time), numerics.scaled(q[:new].view(new, H, d)))
+            asked = asked.view(B, Q, K, G, d).permute(0, 2, 1, 3, 4).reshape(B * K, Q * G, d)
+            out = numerics.attended(asked, *cache.read(layer, slots, W), bias)
+            return F.pad(out.view(B, K, Q, G, d)[row, :, time].view(new, H * d), (0, 0, 0, M - new))
+
+        given = F.pad(tokens[row, time], (0, M - new)), F.pad(position, (0, M - new))
+        return self._forward(*given, self._cached(cache).tree, attend)[lengths.cumsum(0) - 1]
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:

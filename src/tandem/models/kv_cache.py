@@ -93,6 +93,16 @@ class KVCache:
         self.keys[layer, slots, ..., : k.shape[2]] = k.transpose(2, 3).to(self.keys.dtype)
         self.values[layer, slots, :, : v.shape[2]] = v.to(self.values.dtype)
 
+    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """A key and a value [n, K, d] of a layer at each of `positions` [n] of `slots` [n]."""
+        self.keys[layer].permute(0, 3, 1, 2)[slots, positions] = k.to(self.keys.dtype)
+        self.values[layer].permute(0, 2, 1, 3)[slots, positions] = v.to(self.values.dtype)
+
+    def read(self, layer: int, slots: Tensor, W: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys [n * K, d, W] and values [n * K, W, d], float32, of the first W columns of `slots` [n]."""
+        keys, values = self.keys[layer, :, :, :, :W][slots], self.values[layer, :, :, :W][slots]
+        return keys.flatten(0, 1).float(), values.flatten(0, 1).float()
+
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copies the first `length` positions of slots `source` [n] int64 to slots `target` [n] int64, as they were before."""
         self.keys[:, target, ..., :length] = self.keys[:, source, ..., :length]

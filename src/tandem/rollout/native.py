@@ -5,7 +5,8 @@ Running requests sit in slots 0 to n - 1 without gaps, so a step costs what its 
     seat     waiting requests take the places of those that ended, the last rows move into places still open, long rows
              before short ones where the short would read much of their window in vain
     fill     keys and values of all tokens but the last are written for new rows; requests with equal prompts share
-             one prefill, also with a request that is running already
+             one prefill, also with a request that is running already, and a turn that goes on after an earlier one of its
+             episode reads what is new
     decode   every row's last token goes through the decoder, unless all rows are new: then it was filled with the others
     sample   the next token of every row, from what came out
     deliver  chunks of rows that ended or have `chunk_tokens` undelivered tokens
@@ -13,14 +14,18 @@ Running requests sit in slots 0 to n - 1 without gaps, so a step costs what its 
 The decoder, its heads and its numerics come from models/, so logprobs equal the trainer's bit for bit where the
 start-up probe says so. It does not page its cache, and it runs on the CPU.
 
+Once a later turn was seen, rows that end are kept where they lie, in places that no running request has: those of live rows come
+first, kept ones behind them, and the one that ended first gives way where a place is wanted.
+
 Legend: n live rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +44,7 @@ from tandem.rollout import weights
 from tandem.rollout.randomness import base, uniforms
 from tandem.rollout.sampling import Choices, sample
 from tandem.rollout.stepping import SteppingEngine, Stream
-from tandem.types import PolicyRef
+from tandem.types import Key, PolicyRef
 from tandem.weights import WeightBlock
 
 
@@ -60,6 +65,13 @@ class NativeConfig:
         for name in ("slots", "max_context", "chunk_tokens", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class _Kept(NamedTuple):
+    """A row that has ended: where it lies, and the tokens whose keys and values lie there."""
+
+    slot: int
+    tokens: list[int]
 
 
 class NativeEngine(SteppingEngine):
@@ -93,6 +105,9 @@ class NativeEngine(SteppingEngine):
         self._spent: KVCache | None = None  # of weights that are gone; its memory is used again
         self._seats: list[Stream | None] = []  # slot -> request; None where one ended since the last step
         self._slot_of: dict[Stream, int] = {}
+        self._turns = False  # whether a request has gone on after an earlier turn
+        self._kept: OrderedDict[Key, _Kept] = OrderedDict()  # the one that ended first stands first
+        self._read: dict[int, int] = {}  # slot of a new row -> tokens whose keys and values lie there already
         self._table = _slot_table(config)
         self._stop_ids = np.full((config.slots, 1), -1, np.int64)
 
@@ -109,6 +124,7 @@ class NativeEngine(SteppingEngine):
         crash_point("publish.in_load")
         self._policy = policy
         self._spent, self._cache = self._cache or self._spent, None
+        self._kept.clear()
         crash_point("publish.after_load")
 
     async def held(self, blocks: Sequence[Sequence[WeightBlock]], rows: Sequence[Sequence[int]]) -> Held:
@@ -165,6 +181,7 @@ class NativeEngine(SteppingEngine):
                 gaps.append(len(seats))
                 seats.append(None)
             new.append(gaps.pop(0))
+            self._find(new[-1], stream)
             self._take(new[-1], stream)
         num = len(self._slot_of)
         targets = [slot for slot in gaps if slot < num]
@@ -187,14 +204,46 @@ class NativeEngine(SteppingEngine):
             self._move(behind + before, before + behind)
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
-        """All at the same time."""
+        """All at the same time; what is kept at a target goes where the row that comes there was."""
+        source_of = dict(zip(targets, sources, strict=True))
+        kept = {key: each for key, each in self._kept.items() if each.slot in source_of}
         if self._cache is not None:
-            written = int(self._table["position"][sources].max())
-            self._cache.copy(torch.tensor(sources), torch.tensor(targets), written)
+            written = max(int(self._table["position"][sources].max()), *(len(each.tokens) for each in kept.values()), 0)
+            away = [each.slot for each in kept.values()]
+            begin, end = [*sources, *away], [*targets, *(source_of[slot] for slot in away)]
+            self._cache.copy(torch.tensor(begin), torch.tensor(end), written)
+        for key, each in kept.items():
+            self._kept[key] = each._replace(slot=source_of[each.slot])
         self._table[targets], self._stop_ids[targets] = self._table[sources], self._stop_ids[sources]
         for stream, target in zip([self._seats[source] for source in sources], targets, strict=True):
             assert stream is not None
             self._seats[target], self._slot_of[stream] = stream, target
+
+    def _find(self, slot: int, stream: Stream) -> None:
+        """Has `slot` hold what is kept of the request's earlier turns; what is kept there of another goes elsewhere, or is lost."""
+        self._turns |= stream.request.turn > 0
+        own, moves = self._kept.pop(stream.request.key, None), list[tuple[int, int, int]]()
+        if own is not None and stream.tokens[:-1][: len(own.tokens)] == own.tokens:
+            self._read[slot] = len(own.tokens)
+            if own.slot != slot:
+                moves.append((own.slot, slot, len(own.tokens)))
+        other = next((key for key, kept in self._kept.items() if kept.slot == slot), None)
+        if other is not None:
+            place = self._spare_place() if own is None else own.slot
+            if other in self._kept:
+                moves.append((slot, place, len(self._kept[other].tokens)))
+                self._kept[other] = self._kept[other]._replace(slot=place)
+        if moves and self._cache is not None:
+            sources, targets, lengths = zip(*moves, strict=True)
+            self._cache.copy(torch.tensor(sources), torch.tensor(targets), max(lengths))
+
+    def _spare_place(self) -> int:
+        """One that nobody has; where there is none, that of the kept row which ended first."""
+        taken = {kept.slot for kept in self._kept.values()}
+        for place in range(len(self._seats), self.config.slots):
+            if place not in taken:
+                return place
+        return self._kept.popitem(last=False)[1].slot
 
     def _take(self, slot: int, stream: Stream) -> None:
         params, position = stream.request.params, len(stream.tokens) - 1
@@ -248,18 +297,33 @@ class NativeEngine(SteppingEngine):
 
         whole: with the last token of each.
         """
-        rows = [(slot, stream.tokens[: len(stream.tokens) - (not whole)]) for slot in slots if (stream := self._seats[slot])]
-        rows = sorted((row for row in rows if row[1]), key=lambda row: -len(row[1]))
-        order, hidden = [slot for slot, _ in rows], list[Tensor]()
-        while rows:
-            width = len(rows[0][1])
-            num = max(1, self.config.prefill_tokens // width)
-            part, rows = rows[:num], rows[num:]
-            tokens = torch.tensor([row + [0] * (width - len(row)) for _, row in part])
-            states = self._decoder.prefill(tokens, cache, torch.tensor([slot for slot, _ in part]))
-            hidden.append(states[torch.arange(len(part)), torch.tensor([len(row) - 1 for _, row in part])])
-            self._counts["prefill_tokens"] += sum(len(row) for _, row in part)
+        order, hidden, rows = list[int](), list[Tensor](), list[tuple[int, list[int], int]]()
+        for slot in slots:
+            stream = self._seats[slot]
+            assert stream is not None
+            rows.append((slot, stream.tokens[: len(stream.tokens) - (not whole)], self._read.get(slot, 0)))
+        self._read.clear()
+        for part in self._calls([row for row in rows if row[1] and not row[2]]):
+            states = self._decoder.prefill(
+                _padded([tokens for _, tokens, _ in part]), cache, torch.tensor([row[0] for row in part])
+            )
+            hidden.append(states[torch.arange(len(part)), torch.tensor([len(tokens) - 1 for _, tokens, _ in part])])
+            order += [slot for slot, _, _ in part]
+        for part in self._calls([row for row in rows if 0 < row[2] < len(row[1])]):
+            new = [tokens[kept:] for _, tokens, kept in part]
+            facts = (torch.tensor(each) for each in ([row[0] for row in part], [row[2] for row in part]))
+            hidden.append(self._decoder.extend(_padded(new), torch.tensor([len(row) for row in new]), cache, *facts))
+            order += [slot for slot, _, _ in part]
         return order, hidden
+
+    def _calls(self, rows: list[tuple[int, list[int], int]]) -> Iterator[list[tuple[int, list[int], int]]]:
+        """Rows (slot, tokens, how many of them are read already) for one call each."""
+        rows = sorted(rows, key=lambda row: -len(row[1]))
+        while rows:
+            num = max(1, self.config.prefill_tokens // len(rows[0][1]))
+            yield rows[:num]
+            self._counts["prefill_tokens"] += sum(len(tokens) - kept for _, tokens, kept in rows[:num])
+            rows = rows[num:]
 
     def _record(self, rows: npt.NDArray[np.void], tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> None:
         """Notes one new token a row; ends and delivers what is due."""
@@ -291,11 +355,22 @@ class NativeEngine(SteppingEngine):
 
     def _vacate(self, stream: Stream) -> None:
         slot = self._slot_of.pop(stream, None)
-        if slot is not None:
-            self._seats[slot] = None
+        if slot is None:
+            return
+        self._seats[slot] = None
+        self._kept.pop(stream.request.key, None)
+        if self._turns and self._cache is not None:
+            self._kept[stream.request.key] = _Kept(slot, stream.tokens[: int(self._table["position"][slot])])
 
     def _reset(self) -> None:
         self._cache = self._spent = None
+        self._kept.clear()
+
+
+def _padded(rows: Sequence[list[int]]) -> Tensor:
+    """[B, T], with zeros on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
 
 
 _CHOICES = ("greedy", "top_p", "top_k", "min_p")
