@@ -208,11 +208,6 @@ class _Actor:
         except (TimeoutError, RayActorError):
             return f"{self.log} cannot be read: its node does not answer."
 
-    def kill(self) -> None:
-        """With all that it started."""
-        self.keeper.kill.remote(self.place.pid)
-        untyped.kill(self.actor)
-
 
 class _RayPool(Pool[_Actor]):
     def __init__(self, pool: ResourcePool, logs: Path, limit_s: float, listeners: Sequence[Callable[[Actor], None]]) -> None:
