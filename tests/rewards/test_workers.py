@@ -118,6 +118,21 @@ def test_a_group_whose_worker_is_killed_by_a_signal_is_judged_once_more(times: i
     )
 
 
+def test_a_group_does_not_fail_since_all_workers_were_killed_while_they_had_nothing_to_do() -> None:
+    async def use(reward: FunctionReward) -> None:
+        await asyncio.gather(values(reward, "slow"), values(reward, "slow"))
+        killed = [worker._process.pid for worker in reward._idle]
+        assert len(killed) == 2
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        for _ in killed:
+            (pid,) = await values(reward, "a")
+            assert pid is not None
+            assert pid not in killed
+
+    run(RewardConfig(function=f"{MODULE}:reads", workers=2), use)
+
+
 def test_failures_of_one_group_leave_the_worker_in_place() -> None:
     async def use(reward: FunctionReward) -> None:
         before = await values(reward, "a")

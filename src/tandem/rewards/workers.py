@@ -68,17 +68,16 @@ class FunctionReward:
         try:
             async with self._places:
                 try:
-                    answer = await self._asked(message)
+                    answer = await self._asked(self._idle.pop() if self._idle else await self._worker(), message)
                 except _KilledError:
-                    answer = await self._asked(message)
+                    answer = await self._asked(await self._worker(), message)
         except _LostError as lost:
             failed = RewardResult.failed(f"reward function {self._function!r} {lost}")
             return recorded(self._journal, group, [failed] * len(group))
         return results(answer, len(group))
 
-    async def _asked(self, message: bytes) -> Answer:
-        """What one worker answers. Raises _LostError."""
-        worker = self._idle.pop() if self._idle else await self._worker()
+    async def _asked(self, worker: _Worker, message: bytes) -> Answer:
+        """What it answers. Raises _LostError."""
         try:
             answer = await worker.ask(message, self._config.limit_s)
         except (_LostError, asyncio.CancelledError):
