@@ -430,7 +430,7 @@ def test_pools_that_can_be_done_without_are_no_loss_until_the_last_of_them_dies(
                 with pytest.raises(WorkerError, match=f"spare-{number}.die: rank 0 .*killed by SIGKILL"):
                     await group.call(Worker.die, 0, signal.SIGKILL)
                 await needed.call(Worker.pid)
-            with pytest.raises(WorkerError, match=r"rank 0 .* of pool spare-0 was killed by SIGKILL"):
+            with pytest.raises(WorkerError, match=r"rank 0 .* of pool spare-1 was killed by SIGKILL"):
                 await asyncio.wait_for(lost, 5)
 
     asyncio.run(main())
@@ -581,3 +581,54 @@ def test_a_process_that_has_come_and_that_nobody_asked_for_ends_with_the_others(
         assert not alive(process.pid)
 
     asyncio.run(main())
+
+
+def test_a_death_stays_one_also_where_a_new_process_has_come_meanwhile(tmp_path: Path) -> None:
+    """Nobody could be sampled from, so that what was under way is lost; the new process must not make a riddle of it."""
+
+    async def main() -> None:
+        async with two_spare(tmp_path) as (runtime, (first, second), told):
+            await die(first)
+            await asyncio.wait(runtime._coming.values(), timeout=20)
+            await die(second)
+            assert runtime.returned() == []
+            assert len(told) == 1
+            assert "of pool spare-1 was killed by SIGKILL" in runtime.death
+            with pytest.raises(WorkerError, match="of pool spare-1 was killed by SIGKILL"):
+                await asyncio.wait_for(runtime.lost(), 5)
+
+    asyncio.run(main())
+
+
+def test_a_pool_that_has_stalled_is_none_that_lives(tmp_path: Path) -> None:
+    pools = [ResourcePool(name, 1) for name in ("spare-0", "spare-1")]
+
+    async def main() -> None:
+        runtime = Processes(place(pools, Hardware(2)), tmp_path, limit_s=2, spare=["spare-0", "spare-1"])
+        first, second = (runtime.group(pool.name, pool.name, FACTORY) for pool in pools)
+        async with runtime:
+            with pytest.raises(StalledError):
+                await first.call(Worker.wait)
+            assert not runtime.death
+            await die(second)
+            assert "of pool spare-1 was killed by SIGKILL" in runtime.death
+            assert not runtime._coming
+
+    asyncio.run(main())
+
+
+def test_callers_and_the_end_wait_for_nobody_who_is_told_of_a_death(tmp_path: Path) -> None:
+    """Here one that fails, as a console whose reader is gone does."""
+
+    def tell(said: str) -> None:
+        raise BrokenPipeError(said)
+
+    async def main() -> None:
+        async with two_spare(tmp_path) as (runtime, (first, _), _):
+            runtime.tell = tell
+            await die(first)
+            (mourning,) = runtime._pools["spare-0"]._watchers
+            with pytest.raises(BrokenPipeError):
+                await mourning
+
+    asyncio.run(asyncio.wait_for(main(), 40))

@@ -116,8 +116,8 @@ class Pool(ABC, Generic[M]):
         left = await self._kill()
         peers = ", and its peers were ended" if len(self) > 1 else ""
         went, log = f"{how}{peers}{left}", await member.log_end()
-        self._announce_death(f"{member} of pool {self._name} {went}. {log}")
         self._ended.set_result(f"{member} {went}. {log}")
+        self._announce_death(f"{member} of pool {self._name} {went}. {log}")
 
     def _announce_death(self, death: str) -> None:
         self.death = death
@@ -230,14 +230,15 @@ class Runtime(ABC, Generic[Q]):
 
     spare: names of pools that can be done without as long as one of them lives, once all were there. Where one of them dies, a new
     one is started and its workers are built while everything goes on; `returned` puts it into its place. tell: is called with a
-    sentence when one dies and when one is there again.
+    sentence when one dies and when one is there again. death: who died first that nobody ended and nobody could do without, how,
+    and the end of its log, as sentences; "" where none did. It stays, also after the end.
     """
 
     def __init__(self, pools: Mapping[str, Q], spare: Collection[str] = ()) -> None:
         self.tell: Callable[[str], None] = lambda said: None
+        self.death = ""
         self._pools, self._spare = dict(pools), frozenset(spare)
         self._complete = False
-        self._dead: list[str] = []  # names of pools, in the order in which they died
         self._died = asyncio.Event()
         self._coming: dict[str, asyncio.Task[Q]] = {}
         self._tries = Counter[str]()
@@ -245,20 +246,13 @@ class Runtime(ABC, Generic[Q]):
             pool.died = partial(self._pool_died, name)
         self._declared: list[tuple[str, PoolGroup, str, tuple[object, ...]]] = []
 
-    @property
-    def death(self) -> str:
-        """Who died first that nobody ended and nobody can do without, how, and the end of its log, as sentences; "" where none did.
-        Also after the end.
-        """
-        spare = self._spare if self._complete and not self._spare <= set(self._dead) else frozenset[str]()
-        return next((self._pools[name].death for name in self._dead if name not in spare), "")
-
     def _pool_died(self, name: str) -> None:
-        self._dead.append(name)
-        if self.death:
-            self._died.set()
-        else:
+        spare = name in self._spare and self._complete and not all(self._pools[each].ended for each in self._spare)
+        if spare and not self.death:
             self._replace(name, self._pools[name].death)
+        else:
+            self.death = self.death or self._pools[name].death
+            self._died.set()
 
     async def lost(self) -> None:
         """Raises WorkerError as soon as there is a `death`."""
@@ -285,12 +279,15 @@ class Runtime(ABC, Generic[Q]):
     # ------------------------------------------------------------------------------------------ a new pool for one that died
 
     def returned(self) -> list[str]:
-        """Names of spare pools that had died and are there again: from now on calls reach workers that know nothing.
+        """Names of spare pools that had died and are there again: from now on calls reach workers that know nothing. None after a
+        `death`.
 
         To be asked now and then: what has not come is tried again then, and one that lives until the next time has returned for
         good.
         """
-        lived, there = [name for name in self._tries if name not in self._dead], list[str]()
+        if self.death:
+            return []
+        lived, there = [name for name in self._tries if not self._pools[name].ended], list[str]()
         for name, coming in [each for each in self._coming.items() if each[1].done()]:
             del self._coming[name]
             error = coming.exception()
@@ -301,7 +298,6 @@ class Runtime(ABC, Generic[Q]):
             pool.died = partial(self._pool_died, name)
             for _, group, *_ in self._of(name):
                 group.move(pool)
-            self._dead.remove(name)
             self.tell(f"pool {name} is there again, with a new process")
             there.append(name)
         for name in lived:
