@@ -129,14 +129,15 @@ def test_the_table_says_where_each_run_stands(tmp_path: Path, monkeypatch: pytes
 
 def test_the_table_is_read_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = run_in(Path("runs/some-experiment"), ended=True)
+    run = run_in(Path("runs/experiment"), ended=True)
     metrics = AppendLog(run / "metrics.jsonl")
-    for step in range(3, 300):
-        metrics.append({"step": step, "time": 1.0, "reward/mean": step / 300})
+    for step in range(3, 1001):
+        metrics.append({"step": step, "time": 1.0, "reward/mean": step / 1000})
     metrics.close()
     lines = said(lambda console: console.print(table_of([run])), width=80).splitlines()
+    assert [cell.strip() for cell in lines[1].split("┃")[1:3]] == ["run", "algorithm"]
     cells = [cell.strip() for cell in next(line for line in lines if "grpo" in line).split("│")[1:-1]]
-    assert cells[1:7] == ["grpo", "0", "finished", "299/2", "25.0%", "75.0%"]
+    assert cells[:7] == ["runs/experiment", "grpo", "0", "finished", "1000/2", "25.0%", "75.0%"]
     assert len(cells[7]) == 8
 
 

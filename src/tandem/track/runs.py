@@ -138,7 +138,7 @@ def find_runs(place: Path) -> list[Path]:
 
 def table_of(places: Sequence[Path]) -> Table:
     """A line a run: where it stands, its held-out value before and now, and how its training went."""
-    table = Table()
+    table = Table(collapse_padding=True)  # so that runs/quickstart is whole in 80 columns
     table.add_column("run", overflow="fold")
     for heading, width in (("algorithm", 4), ("seed", 4), ("state", len("finished"))):
         table.add_column(heading, overflow="fold", min_width=width)
