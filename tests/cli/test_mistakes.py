@@ -197,6 +197,13 @@ def begun(here: Path, finished: Path) -> None:
     shutil.rmtree(shutil.copytree(finished, here / "begun") / "final")
 
 
+def first_steps(here: Path, finished: Path) -> None:
+    """A run that was stopped before its first snapshot."""
+    begun(here, finished)
+    shutil.rmtree(here / "begun/snapshots")
+    (here / "begun/snapshots").mkdir()
+
+
 def other_vocabulary(here: Path, finished: Path) -> None:
     """A teacher whose last character has another id."""
     tokenizer = json.loads((shutil.copytree(finished / "final", here / "other") / "tokenizer.json").read_text())
@@ -236,6 +243,7 @@ MISTAKES: dict[str, Mistake] = {
     "a misspelt command": Mistake("tarin tiny.yaml", ("tarin", "train")),
     "a misspelt command of a group": Mistake("data chek", ("'chek'", "'check'", "`tandem data --help`")),
     "a misspelt option": train("--rezume", "--rezume", "--resume", "`tandem train --help`"),
+    "an option for a value of the recipe": train("--steps 3", "'--steps'", "no dashes: trainer.steps=10"),
     "an option that stands before the command": Mistake("--resume train tiny.yaml", ("'--resume'", "`tandem --help`")),
     "no argument": Mistake("train", ("missing argument 'RECIPE'", "`tandem train --help`")),
     "an argument too many": Mistake("algos grpo gspo", ("unexpected extra argument (gspo)",)),
@@ -670,6 +678,7 @@ MISTAKES: dict[str, Mistake] = {
         made=lambda here, finished: shutil.copytree(finished / "final", here / "model") and None,
     ),
     "no run to export": Mistake("export no/such out", ("there is no run no/such", "`tandem runs`")),
+    "a run without a snapshot yet to export": Mistake("export begun out", ("no snapshots in begun/snapshots",), made=first_steps),
     "a directory to export that is none of a run": Mistake("export . out", ("not the directory of a run", "config.yaml")),
 }
 

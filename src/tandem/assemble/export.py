@@ -54,11 +54,11 @@ _PARTS = {"train", *KINDS}
 
 def _snapshot(recipe: Recipe, which: Which) -> Snapshot:
     path = recipe.run.directory / "snapshots"
-    if not path.is_dir():
+    store = SnapshotStore(path, recipe.snapshots, {}) if path.is_dir() else None
+    if store is None or not store.steps:
         raise ConfigError(f"there are no snapshots in {path}: a run writes one at its end, and every trainer.snapshot_every steps")
-    store = SnapshotStore(path, recipe.snapshots, {})
     found = store.latest() if which == "latest" else store.best() if which == "best" else store.at(which)
     if found is None:
         of = f"step {which}" if isinstance(which, int) else f"the {which} one"
-        raise ConfigError(f"{path} does not hold {of}; its steps are {', '.join(map(str, store.steps)) or 'none'}")
+        raise ConfigError(f"{path} does not hold {of}; its steps are {', '.join(map(str, store.steps))}")
     return found

@@ -89,8 +89,15 @@ def _say(error: BaseException, invocation: Invocation) -> int:
 def _misused(error: click.ClickException) -> str:
     """What click says of arguments, as Tandem says what is wrong, and where to look."""
     message = " ".join(error.format_message().split()).rstrip(".")
+    message = f"{message[0].lower()}{message[1:]}"
     context = error.ctx if isinstance(error, click.UsageError) else None
-    return f"{message[0].lower()}{message[1:]}" + (f" (see `{context.command_path} --help`)" if context is not None else "")
+    if context is None:
+        return message
+    takes_values = any(parameter.name == "overrides" for parameter in context.command.params)
+    values = (
+        "; values of the recipe have no dashes: trainer.steps=10" if isinstance(error, click.NoSuchOption) and takes_values else ""
+    )
+    return f"{message} (see `{context.command_path} --help`{values})"
 
 
 def _unexpected(
