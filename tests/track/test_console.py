@@ -77,9 +77,17 @@ def test_a_live_line_in_a_terminal(width: int) -> None:
     text = file.getvalue()
     assert "\x1b" in text
     last_frame = text.rsplit("\r", 1)[-1]
-    assert "12/12  reward 0.75  held-out 0.60  3,412 tokens/s  0:00 left" in last_frame
+    assert "12/12  0:00 left  reward 0.75  held-out 0.60  3,412 tokens/s" in last_frame
     assert "GRPO [1] " in last_frame
     assert text.endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def test_the_time_left_stays_where_a_terminal_is_too_narrow_for_a_live_line() -> None:
+    file = io.StringIO()
+    run(Console(file=file, force_terminal=True, width=60, _environ={"TERM": "xterm"}), Clock(), steps=11)
+    last_frame = file.getvalue().rsplit("\r", 1)[-1]
+    assert "11/11  0:00 left" in last_frame
+    assert "tokens/s" not in last_frame
 
 
 def test_a_line_of_a_log_is_wrapped_by_nobody() -> None:

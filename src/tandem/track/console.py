@@ -1,9 +1,10 @@
 """What one sees while a run goes on: a live line in a terminal; elsewhere a plain line now and then.
 
-    GRPO ━━━━━━━━━━╸━━━━━━━━━ 24/60  reward 0.71  held-out 0.82  3,412 tokens/s  0:31 left
+    GRPO ━━━━━━━━━━╸━━━━━━━━━ 24/60  0:31 left  reward 0.71  held-out 0.82  3,412 tokens/s
 
-It shows the last value of each field that it is given, with the step that it is of where that is an earlier one, and computes
-nothing but the time left: from what a step took since the first one, before which is what comes once.
+A live line is cut where the terminal ends, so that the time left comes first in it. It shows the last value of each field that it
+is given, with the step that it is of where that is an earlier one, and computes nothing but the time left: from what a step took
+since the first one, before which is what comes once.
 """
 
 from __future__ import annotations
@@ -88,12 +89,12 @@ class ConsoleTracker:
             self._first = self._first or self._newest
         self._last = step
         self._shown |= {name: (value, step) for name, value in metrics.values_by_name().items()}
-        text = "  ".join([*self._values(step), self._time_left(step)])
+        values, left = self._values(step), self._time_left(step)
         if self._live:
             progress, task = self._live
-            progress.update(task, completed=step, text=text)
+            progress.update(task, completed=step, text="  ".join([left, *values]))
             return
-        self._unsaid = f"{self._title} {step}/{self._steps}  {text}"
+        self._unsaid = "  ".join([f"{self._title} {step}/{self._steps}", *values, left])
         if step < self._steps and (self._said is None or now - self._said >= self._plain_every_s):
             self._said = now
             self._say()
