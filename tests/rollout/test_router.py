@@ -252,6 +252,14 @@ def trainer() -> InlineGroup:
     return InlineGroup([ModelWorker(TorchEngine(MODEL, TrainConfig()), MemoryQueue())])
 
 
+async def under_way(router: Router, requests: Sequence[GenerateRequest]) -> tuple[list[Answer], list[asyncio.Task[Answer]]]:
+    """What is said of requests of which 200 tokens are there, and who gathers it."""
+    got = [Answer([], [], []) for _ in requests]
+    running = [asyncio.create_task(answer(router, one, into)) for one, into in zip(requests, got, strict=True)]
+    await until(lambda: sum(len(one.tokens) for one in got) > 200, 0.001)
+    return got, running
+
+
 def test_the_samples_are_the_same_when_an_engine_is_killed_while_it_generates(tmp_path: Path) -> None:
     requests = asked(4, 4, max_tokens=80)
     undisturbed = facts(alone(requests))
@@ -263,9 +271,7 @@ def test_the_samples_are_the_same_when_an_engine_is_killed_while_it_generates(tm
             router.serve(engines, checkpoint)
             await checkpoint.connect(trainer(), engines)
             await checkpoint.publish(PolicyRef())
-            got = [Answer([], [], []) for _ in requests]
-            running = [asyncio.create_task(answer(router, one, into)) for one, into in zip(requests, got, strict=True)]
-            await until(lambda: sum(len(one.tokens) for one in got) > 200, 0.001)
+            got, running = await under_way(router, requests)
             kill(tmp_path, 1)
             await asyncio.gather(*running)
             assert facts(got) == undisturbed
@@ -305,9 +311,7 @@ def test_an_engine_that_was_killed_is_sampled_from_again_with_the_weights_of_the
             router.serve(engines, checkpoint)
             await checkpoint.connect(trainer(), engines)
             await checkpoint.publish(PolicyRef())
-            got = [Answer([], [], []) for _ in requests]
-            running = [asyncio.create_task(answer(router, one, into)) for one, into in zip(requests, got, strict=True)]
-            await until(lambda: sum(len(one.tokens) for one in got) > 200, 0.001)
+            got, running = await under_way(router, requests)
             if not busy:
                 await asyncio.gather(*running)
             kill(tmp_path, 1)
